@@ -57,8 +57,10 @@ MOST_HELD = 8 * MOST_BYTES
 """Bytes of bodies that are read and not yet parsed, of all requests together."""
 PULSE = 15.0
 """Seconds without an event after which a stream sends a comment: proxies cut what is silent."""
-TOKENISERS = 2
-"""Threads."""
+TOKENISERS, COMPILERS = 2, 1
+"""Threads for texts, and for requests with a form or tools, whose grammars may take seconds."""
+FORMS = {"tools", "response_format"}
+"""Fields from which grammars are made."""
 Found = TypeVar("Found")
 Given = TypeVarTuple("Given")
 
@@ -162,6 +164,7 @@ class Routes:
         model = served.model
         self._texts = TokenTexts(model.decode, model.stored_bytes, model.special)
         self._pool = ThreadPoolExecutor(TOKENISERS, thread_name_prefix="tokenize")
+        self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="compile")
         # One: parsing keeps all other threads waiting, the event loop's too.
         self._parser = ThreadPoolExecutor(1, thread_name_prefix="parse")
         self._held = 0
@@ -172,7 +175,14 @@ class Routes:
         self._thread.check_room()
         given = await self._body(request)
         client = str(request.scope[CLIENT]) if len(self._served.api_keys) > 1 else ""
-        call, rows = await self._in_pool(self._read_call, given, chat, client)
+        # Whoever sends grammars waits for those of others; who sends texts does not.
+        pool = self._compilers if given.keys() & FORMS else self._pool
+        loop = asyncio.get_running_loop()
+        reading = loop.run_in_executor(pool, self._read_call, given, chat, client)
+        # What a client that has left still has in the queue of the pool leaves with it.
+        if await until_gone(request, reading):
+            return Response(status_code=CLIENT_GONE)
+        call, rows = reading.result()
         if self._served.log_prompts:
             turns = [one.turn for one in call.messages] if isinstance(call, Chat) else call.prompt
             LOG.info("prompt: %s", turns)
@@ -399,7 +409,7 @@ async def _read_all(handle: RequestHandle) -> None:
         handle.answers[row].gains.append(gain)
 
 
-async def until_gone(request: Request, work: Awaitable[None]) -> bool:
+async def until_gone(request: Request, work: Awaitable[object]) -> bool:
     """Await something, unless the client leaves first; whether it has left.
 
     The body must have been read: what comes then is the client's leaving.

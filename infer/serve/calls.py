@@ -4,6 +4,7 @@ Every bound is checked before work begins: the number of rows, and the tokens of
 Nothing here knows HTTP or jax.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -51,6 +52,8 @@ ChatEncoder = Callable[
 """Token ids of messages, of which a template may also say tools and other variables."""
 FIXED = {"messages", "tools", "documents", "add_generation_prompt"}
 """Variables of a template that other fields say."""
+COMPILE_SECONDS = 10.0
+"""In which the grammars of a request must have been compiled: each choice has its own."""
 END = 16
 """Tokens at the end of a prompt that may close the reasoning."""
 Found = TypeVar("Found")
@@ -294,10 +297,12 @@ def _compiled(grammar: Callable[[], Any], call: Call, model: ServedModel) -> Any
     try:
         return grammar()
     except ValueError:
-        make = model.grammar
+        make, late = model.grammar, time.monotonic() + COMPILE_SECONDS
         if make is None or not isinstance(call, Chat):
             raise
         for tool in call.tools:
+            if time.monotonic() > late:
+                break
             own = grammar_of(model.markup, {}, [tool], REQUIRED, parallel=False, thinking=False)
             try:
                 make(lark=own["lark"])
@@ -362,6 +367,7 @@ def rows_of(call: Call, model: ServedModel, client: str = "") -> tuple[Row, ...]
         if call.chat and not thinking:
             _made(lambda: check_no_open_thought(model.decode, prompts[0]), asked)
         form = _made(lambda: _compiled(grammar, call, model), asked)
+    late = time.monotonic() + COMPILE_SECONDS
     for tokens in prompts:
         if not tokens:
             raise Refused("the prompt is empty; pass at least one token", param)
@@ -370,6 +376,12 @@ def rows_of(call: Call, model: ServedModel, client: str = "") -> tuple[Row, ...]
         for index in range(call.n):
             options = {**common, "max_new_tokens": new, "seed": (call.seed + index) % SEEDS}
             if form is not None:  # Compiled here, and not while others wait for the engine.
+                if rows and time.monotonic() > late:
+                    raise Refused(
+                        f"the forms of {len(prompts) * call.n} choices take longer than "
+                        f"{COMPILE_SECONDS:g} s to compile; ask for fewer, or for a simpler form",
+                        asked,
+                    )
                 options["grammar"] = _made(form.state, asked)
             rows.append(Row(tuple(tokens), options, call.longspec.rounds, reading))
     return tuple(rows)

@@ -119,10 +119,10 @@ class Service:
         )
 
     def _lines(self, spec: LongSpec, engine: RequestEngine) -> Iterator[str]:
-        drafter = engine.runner.drafter
-        draft = (
-            f"draft {drafter.name}, tree {drafter.tree}" if drafter.tree.num_levels else "no draft"
-        )
+        trees = [str(drafter.tree) for drafter in engine.runner.drafters]
+        chosen = f"the fastest of {', '.join(trees)}" if len(trees) > 1 else trees[0]
+        named = drafter_name(engine)
+        draft = "no draft" if named is None else f"draft {named}, tree {chosen}"
         yield f"  {self._names[0]}: {draft}; {spec.precision}"
         if any(draft.shares_texts for draft in spec.drafts):
             yield "  shared=true: requests draft from each other's texts; clients can so guess them"
@@ -368,12 +368,21 @@ def served_model(
         markup=chat_markup(tokenizer, template),
         trees=tuple(use.tree for use in engine.trees),
         tree=str(drafter.tree) if drafter.tree.num_levels else None,
-        drafter=drafter.name if drafter.tree.num_levels else None,
+        drafter=drafter_name(engine),
         sources=drafter.sources,
         shared=any(draft.shares_texts for draft in spec.drafts),
         identical=spec.identical,
         grammar=spec.grammar if _knows_grammars(spec) else None,
     )
+
+
+def drafter_name(engine: RequestEngine) -> str | None:
+    """All that propose, also where the tallest tree is that of one alone; None for plain decoding.
+
+    A tree of several drafters has the name of those that grow it.
+    """
+    drafter = engine.runner.drafter
+    return "+".join(drafter.sources) if drafter.tree.num_levels else None
 
 
 def _knows_grammars(spec: LongSpec) -> bool:

@@ -18,11 +18,14 @@ the matcher, or a copy of it, was ever asked. So a row has two that were compile
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from longspec_jax.checks import shown
 from longspec_jax.extras import missing_packages
 
 if TYPE_CHECKING:
@@ -37,10 +40,16 @@ DEEPEST = 32
 """Most levels of a JSON schema."""
 MOST_DEFINITIONS = 512
 """Of a JSON schema."""
+LARGEST_MULTIPLE = 1000
+"""Least common multiple of what a JSON schema calls ``multipleOf``, without factors of 2 and 5: the
+automaton has a state for each remainder, and no bound of the library ends its building."""
 TOKENIZERS = 4
 """Vocabularies whose tables are kept: a table takes a second to make at 128k tokens."""
 MOST_STATES = 50_000
 """States of the automaton of a grammar's tokens that a matcher builds; each takes 1 to 2 kB."""
+COMPILE_FUEL = 50_000
+"""Expressions that compiling may create: seconds of work at most. The library's own million were 20
+s for 20 characters of nested counts. A list of 2,000 words takes fewer than 50,000."""
 
 TokenBits: TypeAlias = np.ndarray
 """``[T, W]`` uint32: bit ``v % 32`` of word ``v // 32`` is set where token ``v`` is allowed."""
@@ -84,7 +93,8 @@ def compile_grammar(
 
     Args:
       vocabulary: of the target.
-      limits: the library's ``LLParserLimits``; its defaults and :data:`MOST_STATES` if absent.
+      limits: the library's ``LLParserLimits``; its defaults, :data:`MOST_STATES` and
+        :data:`COMPILE_FUEL` if absent.
     """
     library = _library()
     sources: list[tuple[Any, str]] = []
@@ -99,7 +109,9 @@ def compile_grammar(
         raise ValueError("a grammar is one of json_schema=, regex= and lark=; pass one of them")
     [(read, source)] = sources
     _check_length(source)
-    usual = library.LLParserLimits(max_lexer_states=MOST_STATES, verbose_errors=False)
+    usual = library.LLParserLimits(
+        initial_lexer_fuel=COMPILE_FUEL, max_lexer_states=MOST_STATES, verbose_errors=False
+    )
     grammar = Grammar(vocabulary, read(source), usual if limits is None else limits)
     _first_tokens(grammar.matcher(), vocabulary)
     return grammar
@@ -222,6 +234,8 @@ def _reason(matcher: LLMatcher) -> str:
     first, *others = matcher.get_error().strip().splitlines()
     if first.startswith("NoExtension"):
         return "no token of the vocabulary may follow"
+    if "initial_lexer_fuel" in first or "(grammar) too big" in first:
+        return "it takes too long to compile; use smaller counts, and fewer or shorter patterns"
     # What a regular expression lacks stands below a drawing of the place.
     return " ".join([first, *(line for line in others if line.startswith("error: "))])
 
@@ -269,10 +283,12 @@ def check_schema(schema: object) -> None:
     """Refuse a JSON schema that the library cannot follow to the end of a text.
 
     Raises:
-      ValueError: for one of too many levels, and for one that no finite text satisfies, as where a
-        reference leads to itself: the library would find that out in the midst of a text.
+      ValueError: for one of too many levels, for a ``multipleOf`` of too many remainders, and for
+        one that no finite text satisfies, as where a reference leads to itself: the library would
+        find that out in the midst of a text.
     """
     _check_depth(schema)
+    _check_multiples(schema)
     _check_length(json.dumps(schema))
     if not isinstance(schema, Mapping):
         return
@@ -338,6 +354,34 @@ def _check_depth(schema: object, level: int = 1) -> None:
         return
     for part in schema.values() if isinstance(schema, Mapping) else schema:
         _check_depth(part, level + 1)
+
+
+def _check_multiples(schema: object) -> None:
+    """Refuse numbers with too many remainders: of ``allOf`` a text has the remainders of all."""
+    common = 1
+    for number in _multiples(schema):
+        # Decimal digits decide what 2 and 5 divide, so those factors have few remainders.
+        odd = int("".join(map(str, Decimal(repr(number)).as_tuple().digits)))
+        for factor in (2, 5):
+            while odd and odd % factor == 0:
+                odd //= factor
+        common = math.lcm(common, odd or 1)
+        if common > LARGEST_MULTIPLE:
+            raise ValueError(
+                f"multipleOf={shown(number)}: the numbers of a schema, without factors of 2 and 5, "
+                f"may have a least common multiple of {LARGEST_MULTIPLE}; leave this one out"
+            )
+
+
+def _multiples(schema: object) -> Iterator[int | float]:
+    """Every ``multipleOf`` of a JSON schema that is a finite number."""
+    if isinstance(schema, str) or not isinstance(schema, Mapping | Sequence):
+        return
+    number = schema.get("multipleOf") if isinstance(schema, Mapping) else None
+    if isinstance(number, int | float) and math.isfinite(number):
+        yield int(number) if isinstance(number, bool) else number
+    for part in schema.values() if isinstance(schema, Mapping) else schema:
+        yield from _multiples(part)
 
 
 def _library() -> Any:

@@ -74,7 +74,8 @@ def test_speculation_changes_no_token(config: Any) -> None:
     # The target without its rounding: most of what it proposes is accepted.
     for state in rounded.same(near, TRANSFORMER.params, EVERY):
         assert emitted_in_rounds(state) > int(state.record.emitted.sum()) // 2
-    rounded.same(LongSpecDrafter(DRAFT, TreeConfig((4, 5, 3), budget=9)), LONGSPEC, EVERY[:1])
+    drafter = LongSpecDrafter(DRAFT, TreeConfig((4, 5, 3), budget=9))
+    rounded.drafted(drafter, LONGSPEC, EVERY[:1])  # Its three rows are of three temperatures.
     plain, whole = rounded.plain(EVERY[-1]), TRANSFORMER.plain(EVERY[-1])
     assert any(not np.array_equal(a, b) for a, b in zip(plain, whole, strict=True))
 

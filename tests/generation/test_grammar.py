@@ -1,6 +1,7 @@
 """Grammars: what may follow at every node of a tree, and what is refused."""
 
 import random
+import time
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from longspec_jax.generation.grammar import (
 )
 from tests.infer.toys import STOP, toy_tokenizer
 from tests.kit import each_row
+from tests.serve import talker
+from tests.serve.talker import talking_tokenizer
 
 SIZE = 40
 """More than the tokenizer's tokens, and no whole number of words."""
@@ -136,6 +139,11 @@ REFUSED: dict[str, dict[str, Any]] = {
     "Invalid type: objekt": dict(json_schema={"type": "objekt"}),
     "cannot be used": dict(json_schema={"$ref": "http://a/b"}),
     "levels": dict(json_schema=_nested(DEEPEST)),
+    "multipleOf=1000000007: .* least common multiple of 1000;": dict(
+        json_schema={"type": "integer", "multipleOf": 1_000_000_007}
+    ),
+    "multipleOf=8.9: ": dict(json_schema={"allOf": [{"multipleOf": 97}, {"multipleOf": 8.9}]}),
+    "takes too long to compile; use smaller counts": dict(regex="(a*b)*" * 2700),
     "finite .* # needs itself": dict(json_schema=_list(["a"])),
     "no finite text satisfies the schema: #/.defs/a needs itself": dict(
         json_schema={"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}
@@ -153,6 +161,32 @@ def test_what_cannot_be_used_is_refused_in_a_sentence(vocabulary, message) -> No
     with pytest.raises(ValueError, match=message) as refusal:
         compile_grammar(vocabulary, **REFUSED[message])
     assert "\n" not in str(refusal.value)
+
+
+def test_compiling_is_bounded_work(vocabulary) -> None:
+    """Each of these held a thread for minutes, or for ever, and is 20 characters long."""
+    begun = time.process_time()
+    for regex in ("(((((a{50}){50}){50}){50}){50})", "a{1000000}"):
+        state = compile_grammar(vocabulary, regex=regex).state()
+        with pytest.raises(ValueError, match="too many expressions"):
+            state.advance(ids("aa"))
+    assert time.process_time() - begun < 10
+
+
+def test_usual_multiples_and_long_lists_are_followed() -> None:
+    """Factors of 2 and 5 are free: prices, hours and powers of two."""
+    words = [f"word {index}" for index in range(2000)]
+    all_bytes = vocabulary_of(talking_tokenizer(), talker.SIZE, (talker.STOP,))
+    for schema, text in [
+        *(
+            ({"type": "number", "multipleOf": one}, "0")
+            for one in (0.01, 0.25, 86_400, 65_536, 999)
+        ),
+        ({"enum": words}, '"word 1999"'),
+    ]:
+        state = compile_grammar(all_bytes, json_schema=schema).state()
+        state.advance(talking_tokenizer().encode(text))
+        assert talker.STOP in tokens_of(state.allowed([0], [-1])[0]), schema
 
 
 def test_a_schema_may_refer_to_itself_where_a_text_can_end() -> None:

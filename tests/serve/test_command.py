@@ -15,9 +15,10 @@ import pytest
 
 from infer.serve import __main__ as command
 from infer.serve.arguments import parser, read_keys, read_template
-from infer.serve.command import Service, curl, fitting_slots, server_words
+from infer.serve.command import Service, curl, fitting_slots, planned_engine, server_words
 from infer.serve.http_server import HttpServer, bound
-from longspec_jax import cli
+from longspec_jax import LongSpec, cli
+from longspec_jax.drafters.ngram import NgramDraft
 from longspec_jax.generation.models import Models
 from tests.infer.toys import toy_spec
 from tests.serve.kit import Client, child, events, port_of
@@ -108,6 +109,26 @@ def planned(*typed: str) -> Any:
     arguments = parser().parse_args(["--target=toy", "--draft=toy", *typed])
     with socket.socket() as unused, server_words():
         return Service(arguments, unused)._planned(toy_spec())
+
+
+def said_first(spec: LongSpec, *typed: str) -> str:
+    """What the server says first of these models."""
+    arguments = parser().parse_args(["--max_num_seqs=1", "--max_model_len=64", *typed])
+    with socket.socket() as unused:
+        service = Service(arguments, unused)
+        return next(service._lines(spec, service._planned(spec)))
+
+
+def test_the_first_line_names_all_drafters_and_all_trees() -> None:
+    """The tallest tree may be that of the lookup alone, as the demo's is."""
+    joined = dataclasses.replace(toy_spec(), draft=(*toy_spec().drafts, NgramDraft()))
+    candidates = [str(use.tree) for use in planned_engine(joined, max_len=64, slots=1).trees]
+    assert len(candidates) > 1
+    words = f"draft longspec+ngram, tree the fastest of {', '.join(candidates)}; "
+    assert words in said_first(joined)
+    assert "draft longspec+ngram, tree none@8~7; " in said_first(joined, "--tree=none@8~7")
+    assert "draft longspec, tree 2,2; " in said_first(toy_spec(), "--tree=2,2")
+    assert "no draft; " in said_first(toy_spec(), "--tree=none")
 
 
 def planned_with(free: int, monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -291,6 +291,16 @@ def test_a_form_is_refused_behind_a_template_that_opens_the_reasoning(end: str) 
     assert rows(text, end)[0].options["grammar"] == "a state"
 
 
+def test_forms_of_many_choices_are_compiled_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each choice has a grammar of its own: some hundred could hold a thread for minutes."""
+    monkeypatch.setattr("infer.serve.calls.COMPILE_SECONDS", -1.0)
+    form = {"type": "regex", "regex": "a+"}
+    model = scripted_model(grammar=lambda regex: SimpleNamespace(state=lambda: regex))
+    assert len(rows_of(completion(response_format=form), model)) == 1
+    error = refusal(rows_of, completion(response_format=form, n=3), model)
+    assert error.param == "response_format" and "the forms of 3 choices" in str(error)
+
+
 def test_a_prompt_that_is_missing_is_named() -> None:
     error = refusal(read, Completion, {})
     assert str(error) == "the field prompt is missing: what to continue"

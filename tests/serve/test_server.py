@@ -508,6 +508,39 @@ def test_the_event_loop_does_no_work_of_a_request(monkeypatch: pytest.MonkeyPatc
     assert "server" not in loops and len(loops) > 6
 
 
+def test_forms_hold_up_no_texts_and_leave_with_their_clients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Compiling a grammar may take seconds; here, until the test lets it end."""
+    going, held, rows_of, read = threading.Event(), threading.Event(), app.rows_of, list[str]()
+
+    def slow(call: Any, *given: Any) -> Any:
+        if call.response_format.type != "text":
+            read.append(call.user)
+            held.set()
+            assert going.wait(30)
+        return rows_of(call, *given)
+
+    monkeypatch.setattr(app, "rows_of", slow)
+    body: dict[str, Any] = {"prompt": "ab", "response_format": {"type": "json_object"}}
+    with serving(ScriptedEngine()) as server, ThreadPoolExecutor(1) as pool:
+        first = pool.submit(server.post, "/v1/completions", **body, user="first")
+        assert held.wait(30)
+        left = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        kind = {"Content-Type": "application/json"}
+        left.request("POST", "/v1/completions", json.dumps({**body, "user": "left"}), kind)
+        left.close()
+        for _ in range(3):
+            assert server.post("/v1/completions", prompt="ab", max_tokens=2)[0] == 200
+        going.set()
+        # The scripted model knows no grammars.
+        assert [first.result()[0], server.post("/v1/completions", **body, user="last")[0]] == [
+            400,
+            400,
+        ]
+    assert read == ["first", "last"]
+
+
 def test_bodies_that_wait_to_be_parsed_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "MOST_HELD", 100_000)
     going, parsing, read = threading.Event(), threading.Event(), app.read_json
