@@ -124,21 +124,21 @@ class KnownSpeeds:
         """
         known, seen = {one.tree: one for one in self.find(kind)}, self.seen(kind)
         timed = _timed_together(drafters, totals, times)
-        before = known.get(PLAIN)
-        scale = timed[PLAIN] / before.seconds if before and PLAIN in timed else 1.0
-        known = {tree: replace(one, seconds=scale * one.seconds) for tree, one in known.items()}
+        if PLAIN in timed and PLAIN in known:
+            scale = timed[PLAIN] / known[PLAIN].seconds
+            known = {tree: replace(one, seconds=scale * one.seconds) for tree, one in known.items()}
         for drafter, total in zip(drafters, totals, strict=True):
-            tree, label = drafter.tree, drafter.name if drafter.tree.num_levels else "plain"
-            own = known.get(tree)
+            tree, own = drafter.tree, known.get(drafter.tree)
             if total.row_rounds:
+                label = drafter.name if tree.num_levels else "plain"
                 most = MOST_OWN if tree in seen else KNOWN
                 after = (own or TreeTiming(label, tree, 1.0, 1.0)).corrected(total, most)
-                # Beside other trees' seconds those of another hour would mislead.
-                alone = own is None or len(known) == 1
-                own = after if alone else replace(after, seconds=own.seconds)
-                seen |= {tree}
-            if own is not None:
-                known[tree] = replace(own, seconds=timed.get(tree, own.seconds))
+                if own is not None and len(known) > 1:
+                    # Beside other trees' seconds those of another hour would mislead.
+                    after = replace(after, seconds=own.seconds)
+                known[tree], seen = after, seen | {tree}
+            if tree in known and tree in timed:
+                known[tree] = replace(known[tree], seconds=timed[tree])
         with self._lock:
             self._known[kind], self._seen[kind] = tuple(known.values()), seen
             rounds = sum(one.rounds for one in known.values())
