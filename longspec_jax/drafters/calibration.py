@@ -34,8 +34,8 @@ SHARES = np.asarray(
 )
 """Share of tokens that are right by class, given that all before them on their path are."""
 SAMPLED = 0.7
-"""Factor on these shares above temperature 0, where draws leave a copied text: the demo's shares at
-temperature 1 are half to nine tenths of these."""
+"""Factor on these shares above temperature 0, where draws leave a copied text: most of the demo's
+shares at temperature 1 are half to nine tenths of these."""
 AGREED, SINGLE, LEADS, TRAILS = range(len(SHARES))
 TRUST = 3.0
 """Tokens of a class that have to be counted to weigh as much as :data:`SHARES`."""
