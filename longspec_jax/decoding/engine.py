@@ -316,7 +316,9 @@ class Engine:
             ahead=runner.streams or len(drafters) == 1,
             clock=self.clock,
         )
-        other._rows = jax.tree.map(jnp.copy, replace(self.rows, draft=draft))
+        # The seconds of copies are no round's.
+        copied = jax.tree.map(jnp.copy, replace(self.rows, draft=draft))
+        other._rows = jax.block_until_ready(copied)
         other._next_id = self._next_id
         other._slots.copy_of(self._slots)
         return other

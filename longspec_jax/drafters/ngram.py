@@ -139,7 +139,8 @@ class NgramDrafter(Drafter):
         # The compiler finds that this was looked up before the round. Inside a hierarchy it was
         # not: a partial round's tokens are behind the row's.
         found = self.find(state.row.text(view.pending, view.position), view.position)
-        likely = noise.chances(state.counts.likely(found), found.tokens)
+        likely = state.counts.likely(found, noise.sampled)
+        likely = noise.chances(likely, found.tokens)
         return side_by_side(view.pending, found.tokens, path_totals(likely), self.tree)
 
     def find(self, text: Int[Array, "B S"], last: Lengths) -> Found:

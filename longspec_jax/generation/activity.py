@@ -11,9 +11,6 @@ from typing import TypeAlias
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.chooser import Measurement
 
-MOST_KEPT = 64
-"""Earlier rounds of a timing that count against those of a run."""
-
 
 @dataclass(frozen=True)
 class TreeTiming:
@@ -35,14 +32,19 @@ class TreeTiming:
         """Tokens per second of one row."""
         return self.tokens / self.seconds
 
-    def corrected(self, seen: Measurement) -> "TreeTiming":
-        """The timing after more rounds of the same tree."""
-        kept = min(self.rounds, MOST_KEPT)
-        share = kept / (kept + seen.rounds)
+    def corrected(self, seen: Measurement, most: float) -> "TreeTiming":
+        """The timing after more rounds of the same tree.
+
+        Args:
+          seen: what they did.
+          most: earlier rounds that count, at most.
+        """
+        share = seen.rounds / (min(self.rounds, most) + seen.rounds)
+        # Equal means stay as they are: plain rounds emit one token exactly.
         return replace(
             self,
-            seconds=share * self.seconds + (1 - share) * seen.seconds / seen.rounds,
-            tokens=share * self.tokens + (1 - share) * seen.tokens / seen.row_rounds,
+            seconds=self.seconds + share * (seen.seconds / seen.rounds - self.seconds),
+            tokens=self.tokens + share * (seen.tokens / seen.row_rounds - self.tokens),
             rounds=self.rounds + seen.rounds,
         )
 

@@ -325,7 +325,7 @@ def learn(run: Run, stats: Stats) -> None:
     if sum(total.rounds for total in totals) >= ROUNDS:
         known.notices.look_at(stats)
     if run.kind is not None and not run.plan.waits:
-        known.speeds.learn(run.kind, run.plan.drafters, totals)
+        known.speeds.learn(run.kind, run.plan.drafters, totals, known.warm.times(run.plan))
         known.notices.look_at_speeds(known.speeds.find(run.kind))
     if len(totals) == 1 and totals[0].rounds:
         known.warm.learn(run.plan, totals[0].seconds / totals[0].rounds)

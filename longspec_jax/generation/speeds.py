@@ -9,13 +9,18 @@ shape times a round of each at the call's own context, which compiles them anywa
 with the tree that is usual on such a machine, or with what was fastest in earlier calls of its
 kind, and the policy (:mod:`longspec_jax.decoding.policy`) goes on choosing by the tokens a second
 of each. Nothing is run for timing alone.
+
+What is kept is a prior. Other work on the machine makes all rounds longer, so seconds count beside
+a plain round's of the same warm-up, and each process times its candidates itself. Texts differ, so
+a process tries what earlier ones found slow at the cost of a first call. And what is left out of a
+process by earlier figures alone counts half as much in the next one, until it is tried again.
 """
 
 import contextlib
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
 
@@ -24,9 +29,9 @@ import jax
 from longspec_jax import files
 from longspec_jax.checks import is_whole
 from longspec_jax.compilation import cache_folder
-from longspec_jax.config.tree import TreeConfig
+from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding.chooser import Measurement, Policy
-from longspec_jax.decoding.policy import FastestWithinBudget
+from longspec_jax.decoding.policy import KNOWN, FastestWithinBudget
 from longspec_jax.decoding.report import shown_by
 from longspec_jax.decoding.round import weighs_trees
 from longspec_jax.decoding.warmup import RoundTimes
@@ -41,6 +46,13 @@ MOST_KINDS = 256
 WORSE, JUDGED = 0.8, 8
 """Speed over the fastest's below which a candidate of earlier processes is not compiled again, and
 rounds that have to show it."""
+MOST_OWN = 64
+"""Rounds of this process behind a mean that count against those of a run."""
+MOST_EARLIER = 32
+"""Rounds of earlier processes that count of a tree which a process leaves out: half of them in the
+next one, so that the sixth one tries it whatever was kept."""
+UNTIMED = RoundTimes()
+"""Of calls with a single candidate."""
 GAIN = 1.03
 """How much faster than plain decoding a tree must have been to be begun with."""
 NARROW, WIDE = 0.55, 0.7
@@ -73,6 +85,8 @@ class KnownSpeeds:
         """What other processes had found by the first call of a kind."""
         self._written: dict[str, int] = {}
         """Rounds behind what this process has last written of a kind."""
+        self._seen: dict[str, frozenset[TreeConfig]] = {}
+        """Trees of which this process has run rounds."""
         self._lock = Lock()
 
     def find(self, kind: str) -> tuple[TreeTiming, ...]:
@@ -89,22 +103,83 @@ class KnownSpeeds:
         pruned = _clearly_worse([one for one in self._earlier[kind] if one.tree in trees])
         return [one for one in drafters if one.tree not in pruned]
 
-    def learn(self, kind: str, drafters: Sequence[Drafter], totals: Sequence[Measurement]) -> None:
-        """Take in what a run did with each of its candidates, and keep it."""
-        known = {one.tree: one for one in self.find(kind)}
-        for drafter, seen in zip(drafters, totals, strict=True):
-            if seen.row_rounds:
-                label = drafter.name if drafter.tree.num_levels else "plain"
-                before = known.get(drafter.tree, TreeTiming(label, drafter.tree, 1.0, 1.0))
-                known[drafter.tree] = before.corrected(seen)
+    def seen(self, kind: str) -> frozenset[TreeConfig]:
+        """Trees of which this process itself has run rounds in calls of a kind."""
+        return self._seen.get(kind, frozenset())
+
+    def learn(
+        self,
+        kind: str,
+        drafters: Sequence[Drafter],
+        totals: Sequence[Measurement],
+        times: RoundTimes = UNTIMED,
+    ) -> None:
+        """Take in what a run did with each of its candidates, and keep it.
+
+        Args:
+          kind: of the call.
+          drafters: its candidates.
+          totals: what each of them did.
+          times: of their rounds in one warm-up, where there are several.
+        """
+        known, seen = {one.tree: one for one in self.find(kind)}, self.seen(kind)
+        timed = _timed_together(drafters, totals, times)
+        if PLAIN in timed and PLAIN in known:
+            scale = timed[PLAIN] / known[PLAIN].seconds
+            known = {tree: replace(one, seconds=scale * one.seconds) for tree, one in known.items()}
+        for drafter, total in zip(drafters, totals, strict=True):
+            tree, own = drafter.tree, known.get(drafter.tree)
+            if total.row_rounds:
+                label = drafter.name if tree.num_levels else "plain"
+                most = MOST_OWN if tree in seen else KNOWN
+                after = (own or TreeTiming(label, tree, 1.0, 1.0)).corrected(total, most)
+                if own is not None and len(known) > 1:
+                    # Beside other trees' seconds those of another hour would mislead.
+                    after = replace(after, seconds=own.seconds)
+                known[tree], seen = after, seen | {tree}
+            if tree in known and tree in timed:
+                known[tree] = replace(known[tree], seconds=timed[tree])
         with self._lock:
-            self._known[kind] = tuple(known.values())
-            rounds, written = sum(one.rounds for one in known.values()), self._written.get(kind, 0)
+            self._known[kind], self._seen[kind] = tuple(known.values()), seen
+            rounds = sum(one.rounds for one in known.values())
             # What is known changes less and less.
-            if rounds < 2 * written:
+            if rounds < 2 * self._written.get(kind, 0):
                 return
             self._written[kind] = rounds
-            kept_speeds(kind, self._known[kind])
+            ran = seen | {drafter.tree for drafter in drafters}
+            kept_speeds(kind, _faded(self._known[kind], ran))
+
+
+def _timed_together(
+    drafters: Sequence[Drafter], totals: Sequence[Measurement], times: RoundTimes
+) -> dict[TreeConfig, float]:
+    """Seconds of a round of each of several candidates, by one warm-up; none without it."""
+    if len(times.seconds) != len(drafters) or len(drafters) < 2:
+        return {}
+    found = {}
+    least = times.unverified or times.seconds
+    for drafter, total, low, high in zip(drafters, totals, least, times.seconds, strict=True):
+        # What weighs its tree verifies it in some rounds.
+        ran = total.seconds / total.rounds if total.rounds else low
+        found[drafter.tree] = min(max(ran, low), high)
+    return found
+
+
+def _faded(known: Sequence[TreeTiming], ran: Collection[TreeConfig]) -> tuple[TreeTiming, ...]:
+    """What is kept, less of what a process left out because of earlier figures alone.
+
+    Args:
+      known: all figures of a kind of call.
+      ran: the candidates of the process.
+    """
+    left_out = {
+        one.tree: min(one.rounds, MOST_EARLIER) // 2 for one in known if one.tree not in ran
+    }
+    faded = [replace(one, rounds=left_out.get(one.tree, one.rounds)) for one in known]
+    kept = tuple(one for one in faded if one.rounds or one.tree not in left_out)
+    # Without any tree plain decoding would seem to be all there is.
+    forgotten = len(kept) < len(known) and not any(one.tree.num_levels for one in kept)
+    return () if forgotten else kept
 
 
 @dataclass(frozen=True)
@@ -116,6 +191,8 @@ class Settled:
     """The candidate that it begins with."""
     timings: tuple[TreeTiming, ...] = ()
     """What earlier calls of its kind have shown."""
+    seen: frozenset[TreeConfig] = frozenset()
+    """Trees of which this process has shown it."""
     kind: str | None = None
     """The kind of call; None where nothing is learnt."""
 
@@ -130,14 +207,22 @@ class Settled:
         known = {one.tree: one for one in self.timings}
         drafters, params = self.plan.drafters, self.plan.params
         weighing = [index for index, one in enumerate(drafters) if weighs_trees(one, params)]
-        seconds, tokens = list(times.unverified or times.seconds), []
+        least, plain = times.unverified or times.seconds, known.get(PLAIN)
+        scale = times.seconds[0] / plain.seconds if plain else 1.0
+        seconds, tokens = list(least), list[float]()
         for index, drafter in enumerate(drafters):
-            seen, weighed = known.get(drafter.tree), index in weighing
+            one, weighed = known.get(drafter.tree), index in weighing
             guess = WEIGHED if weighed else guessed_tokens(drafter.tree)
-            tokens.append(guess if seen is None or not drafter.tree.num_levels else seen.tokens)
-            if weighed and seen is not None:
-                # It verifies some trees: none, or as many as in earlier calls.
-                seconds[index] = min(max(seen.seconds, seconds[index]), times.seconds[index])
+            tokens.append(guess)
+            if one is None or not drafter.tree.num_levels:
+                continue
+            # It verifies some trees: none, or as many as in earlier calls.
+            usual = min(max(scale * one.seconds, least[index]), times.seconds[index])
+            usual = usual if weighed else seconds[index]
+            slower = one.tokens / usual < guess / seconds[index]
+            # What texts of other processes emitted says little of this one.
+            if drafter.tree in self.seen or not slower:
+                tokens[index], seconds[index] = one.tokens, usual
         shows = shown_by(drafters, params)
         return FastestWithinBudget.timed(
             seconds, tokens, wait=times.wait, shows=shows, varying=weighing
@@ -167,18 +252,18 @@ def settle(
     if not plan.open or len(plan.drafters) == 1:
         return Settled(plan)
     usual, kind = plan.drafters[0].tree, f"{plan.kind_of_call}{' streamed' * streams}"
-    timings = speeds.find(kind)
+    timings, seen = speeds.find(kind), speeds.seen(kind)
     own = sorted(plan.drafters, key=lambda drafter: drafter.tree.num_nodes)
     own = speeds.candidates(kind, own)
     first = begun_with(own, timings, usual)
     if fixed or plan.short or (timings and not identical):
         own, first = [own[first]], 0
     if not any(one.tree.num_levels for one in own):
-        return Settled(plan.without_draft(), 0, timings, kind)
+        return Settled(plan.without_draft(), 0, timings, seen, kind)
     settled = replace(plan, drafters=tuple(own))
     if identical and len(own) > 1 and weighs() and any(one.proposes_freely for one in own):
         settled = settled.weighing()
-    return Settled(settled, first, timings, kind)
+    return Settled(settled, first, timings, seen, kind)
 
 
 def weighs() -> bool:
@@ -208,10 +293,16 @@ def begun_with(drafters: Sequence[Drafter], known: Sequence[TreeTiming], usual: 
 
 
 def _clearly_worse(known: Sequence[TreeTiming]) -> frozenset[TreeConfig]:
-    """Trees that earlier processes found slow; never plain decoding, which bounds what is lost."""
+    """Trees that earlier processes found slow; never all, as seconds of another hour may mislead.
+
+    The fastest one is timed in every process beside plain decoding.
+    """
     best = max((one.tokens_per_second for one in known), default=0.0)
-    slow = (one for one in known if one.tokens_per_second < WORSE * best)
-    return frozenset(one.tree for one in slow if one.tree.num_levels and one.rounds >= JUDGED)
+    trees = [one for one in known if one.tree.num_levels]
+    fastest = max((one.tokens_per_second for one in trees), default=0.0)
+    least = min(WORSE * best, fastest)
+    slow = (one for one in trees if one.tokens_per_second < least)
+    return frozenset(one.tree for one in slow if one.rounds >= JUDGED)
 
 
 def kept_speeds(kind: str, found: Sequence[TreeTiming] | None = None) -> tuple[TreeTiming, ...]:

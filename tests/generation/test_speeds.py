@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,78 @@ def test_what_earlier_processes_found_slow_is_not_compiled_again() -> None:
     few = "another kind"
     before.learn(few, DRAFTERS, [Measurement(2, 2, each.tokens, each.seconds) for each in seen])
     assert KnownSpeeds().candidates(few, DRAFTERS) == DRAFTERS, "two rounds show nothing"
+
+
+def test_the_fastest_of_slow_trees_is_timed_in_every_process() -> None:
+    """All of them seem slow where plain rounds ran in a quiet hour and theirs in a busy one."""
+    slow = TreeTiming("lookup", CHAIN, 20.0, 2.0, 64), TreeTiming("lookup", FORK, 30.0, 2.0, 64)
+    kept_speeds(KIND, [PLAINLY, *slow])
+    assert KnownSpeeds().candidates(KIND, DRAFTERS) == DRAFTERS[:2]
+
+
+def decoded(policy: Any, seconds: Sequence[float], tokens: Sequence[float]) -> tuple[float, Any]:
+    """Plain rounds' seconds for 256 tokens by a policy's choices, and what its candidates did."""
+    elapsed, emitted, totals = 0.0, 0.0, [Measurement()] * len(seconds)
+    while emitted < 256:
+        index, rounds = policy.choose()
+        rounds = min(rounds, 16)  # A launch ends where another one leads.
+        shown = np.full((rounds, len(seconds)), np.nan)
+        shown[:, 0], shown[:, index] = 1.0, tokens[index]
+        gained = rounds * tokens[index]
+        seen = Measurement(rounds, rounds, int(gained), rounds * seconds[index], shown)
+        elapsed, emitted = elapsed + seen.seconds, emitted + gained
+        policy, totals[index] = policy.observe(index, seen), totals[index] + seen
+    return elapsed * 256 / emitted, totals
+
+
+@pytest.mark.parametrize("tokens", [1.0, 3.0], ids=["useless", "useful"])
+@pytest.mark.parametrize("kept", [(50.0, 1.0), (0.1, 3.0)], ids=["slow", "fast"])
+def test_a_process_recovers_from_what_others_kept(spec, kept, tokens) -> None:
+    """Forged figures cost a few rounds of the first call, and the next call knows better."""
+    plan, times = planned(spec), RoundTimes((1.0, 2.0))
+    kind = settle(plan, KnownSpeeds(), streams=False, identical=True).kind
+    assert kind is not None
+    kept_speeds(kind, [PLAINLY, TreeTiming("longspec", CHAIN, *kept, 1000)])
+    speeds, best = KnownSpeeds(), min(256, 256 * 2 / tokens)
+    for most in (1.06, 1.02):
+        settled = settle(plan, speeds, streams=False, identical=True)
+        drafters = settled.plan.drafters
+        assert [drafter.tree for drafter in drafters] == [PLAIN, CHAIN]
+        elapsed, totals = decoded(settled.policy(times), times.seconds, [1.0, tokens])
+        assert elapsed <= most * best
+        assert tokens == 3.0 or totals[1].rounds <= 12
+        speeds.learn(kind, drafters, totals, times)
+    tree = next(one for one in kept_speeds(kind) if one.tree == CHAIN)
+    assert tree.seconds == 2 * kept_speeds(kind)[0].seconds, "of one warm-up"
+
+
+def test_what_processes_leave_out_is_tried_again_by_a_later_one(spec) -> None:
+    """Where a call runs one tree to its end, no clock of its own can show that another pays."""
+    plan = planned(spec)
+    kind = settle(plan, KnownSpeeds(), streams=False, identical=False).kind
+    assert kind is not None
+    kept_speeds(kind, [PLAINLY, TreeTiming("longspec", CHAIN, 9.0, 2.0, 1000)])
+    ran, processes = [], 0
+    while len(ran) < 2:
+        speeds = KnownSpeeds()
+        ran = settle(plan, speeds, streams=False, identical=False).plan.drafters
+        processes += 1
+        for _ in range(2):  # Further calls of a process say no more.
+            speeds.learn(kind, ran, [Measurement(90, 90, 90, 90.0)] * len(ran))
+    assert processes == 7
+
+
+def test_seconds_of_another_hour_are_no_verdict() -> None:
+    before = KnownSpeeds()
+    seen = Measurement(20, 20, 20, 20.0), Measurement(20, 20, 60, 24.0), Measurement()
+    before.learn(KIND, DRAFTERS, seen, RoundTimes((1.0, 1.2, 1.5)))
+    busy = KnownSpeeds()
+    slow = Measurement(20, 20, 20, 90.0), Measurement(20, 20, 60, 400.0)
+    busy.learn(KIND, DRAFTERS[:2], slow, RoundTimes((3.0, 3.9)))
+    known = {one.tree: one for one in kept_speeds(KIND)}
+    assert (known[PLAIN].seconds, known[CHAIN].seconds) == (3.0, 3.9)
+    busy.learn(KIND, DRAFTERS[1:2], slow[1:])
+    assert {one.tree: one for one in busy.find(KIND)}[CHAIN].seconds == 3.9, "not beside plain"
 
 
 def test_rounds_correct_what_was_known() -> None:
