@@ -274,14 +274,19 @@ class Engine:
           length: ``[B]`` tokens of every row; copied.
           remaining: ``[B]`` tokens that each may still emit; copied.
         """
-        sharding = self.rows.length.sharding
-        # New arrays: the next launch donates the rows.
-        own = [
-            jnp.copy(each) if isinstance(each, jax.Array) else jax.device_put(each, sharding)
-            for each in (length, remaining)
-        ]
-        one = self.rows.speculate & False
-        self._rows = replace(self.rows, length=own[0], remaining=own[1], speculate=one)
+
+        def own(given: Array | np.ndarray, now: Array) -> Array:
+            # The next launch donates the rows. To copy like this takes no program.
+            sharding = (given if isinstance(given, jax.Array) else now).sharding
+            return jax.device_put(given, sharding, may_alias=False)
+
+        rows, none = self.rows, np.zeros(self.runner.slots, bool)
+        self._rows = replace(
+            rows,
+            length=own(length, rows.length),
+            remaining=own(remaining, rows.remaining),
+            speculate=own(none, rows.speculate),
+        )
 
     def try_rounds(
         self,
@@ -317,7 +322,7 @@ class Engine:
             clock=self.clock,
         )
         # The seconds of copies are no round's.
-        copied = jax.tree.map(jnp.copy, replace(self.rows, draft=draft))
+        copied = jax.device_put(replace(self.rows, draft=draft), may_alias=False)
         other._rows = jax.block_until_ready(copied)
         other._next_id = self._next_id
         other._slots.copy_of(self._slots)

@@ -13,7 +13,6 @@ from itertools import product
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from longspec_jax.decoding.chooser import Choice, load_of
@@ -68,7 +67,9 @@ def rehearse(
     Returns:
       Seconds of the last candidate's last round, at most.
     """
-    length, remaining = jnp.copy(engine.rows.length), jnp.maximum(engine.rows.remaining, 1)
+    # A copy, because the launches donate the rows.
+    length = jax.device_put(engine.rows.length, may_alias=False)
+    remaining = jax.device_put(np.ones(engine.runner.slots, np.int32), length.sharding)
     begun = 0.0
     for candidate in range(len(engine.runner.drafters)):
         # From the start again, so that no row outgrows its budget.

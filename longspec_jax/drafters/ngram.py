@@ -24,6 +24,7 @@ from longspec_jax.drafters.calibration import Counts, Found, classified, path_to
 from longspec_jax.drafters.draft import DefaultTrees, Draft
 from longspec_jax.drafters.tree import Tree, of_all_nodes, plant
 from longspec_jax.drafters.union import union
+from longspec_jax.ops.dispatch import traced_once
 from longspec_jax.ops.selection.continuations import best_in_blocks, block_size
 from longspec_jax.ops.slicing import along
 
@@ -143,6 +144,7 @@ class NgramDrafter(Drafter):
         likely = noise.chances(likely, found.tokens)
         return side_by_side(view.pending, found.tokens, path_totals(likely), self.tree)
 
+    @traced_once("self")
     def find(self, text: Int[Array, "B S"], last: Lengths) -> Found:
         """What followed the places that match best.
 

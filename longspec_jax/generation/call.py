@@ -219,7 +219,7 @@ class Plan:
           plain: seconds of a round that verifies one token.
           tree: of one that verifies a tree; by default every tree pays.
         """
-        costs = jax.numpy.asarray([plain, tree], np.float32)
+        costs = jax.device_put(np.asarray([plain, tree], np.float32))
         return replace(self, params=replace(self.params, costs=costs))
 
     def without_draft(self) -> "Plan":

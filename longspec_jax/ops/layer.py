@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from longspec_jax.axes import Array, CachedRows, CacheSlots, Lengths
 from longspec_jax.ops.attention.float8 import CODES
 from longspec_jax.ops.caches import put_tokens
-from longspec_jax.ops.dispatch import Implementation, Op, differentiable_op, op
+from longspec_jax.ops.dispatch import Implementation, Op, differentiable_op, op, traced_once
 from longspec_jax.ops.hardware import require_decode_step, require_mosaic
 from longspec_jax.ops.slicing import along
 
@@ -50,6 +50,7 @@ def _kernels(mosaic: bool) -> Any:
 
 
 @differentiable_op(static=1)
+@traced_once("eps")
 def residual_norm(
     x: Float[Array, "*rows D"],
     partials: Float[Array, "S *rows D"] | None,
@@ -106,6 +107,7 @@ def rms_norm(x: Array, scale: Array, eps: float) -> Array:
 
 
 @differentiable_op(static=1)
+@traced_once("eps")
 def split_heads(
     qkv: Float[Array, "B T K G2 H"],
     cos: Float[Array, " B #T half"],
@@ -239,26 +241,35 @@ def append_rows(
       cache_rows: the row of the caches for every batch row, no two alike; its own if absent.
       ring: whether slots are counted modulo their number.
     """
+    each = zip(caches, fresh, strict=True)
     if ring:
         at = (length[:, None] + jnp.arange(path.shape[1])) % caches[0].shape[2]
-        each = zip(caches, fresh, strict=True)
         return tuple(put_tokens(slots, cache_rows, at, along(path, new)) for slots, new in each)
+    return tuple(_append(slots, new, path, length, cache_rows) for slots, new in each)
+
+
+@traced_once()
+def _append(
+    slots: CacheSlots,
+    fresh: CachedRows,
+    path: Int[Array, "B h"],
+    length: Lengths,
+    cache_rows: Lengths | None,
+) -> CacheSlots:
+    """One layer's slots with its fresh rows, as of :func:`append_rows` without a ring."""
 
     def write_row(slots: Array, fresh: Array, path: Array, at: Array) -> Array:
         rows = fresh[path].swapaxes(0, 1)
         return jax.lax.dynamic_update_slice_in_dim(slots, rows, at, axis=1)
 
-    def write(slots: Array, fresh: Array) -> Array:
-        if cache_rows is not None:
-            for row, at in enumerate(cache_rows):
-                own = fresh[row, path[row]].swapaxes(0, 1)[None]
-                slots = jax.lax.dynamic_update_slice(slots, own, (at, 0, length[row], 0))
-            return slots
-        if slots.shape[0] == 1:  # A plain slice update; vmap would turn it into a scatter.
-            return write_row(slots[0], fresh[0], path[0], length[0])[None]
-        return jax.vmap(write_row)(slots, fresh, path, length)
-
-    return tuple(map(write, caches, fresh))
+    if cache_rows is not None:
+        for row, at in enumerate(cache_rows):
+            own = fresh[row, path[row]].swapaxes(0, 1)[None]
+            slots = jax.lax.dynamic_update_slice(slots, own, (at, 0, length[row], 0))
+        return slots
+    if slots.shape[0] == 1:  # A plain slice update; vmap would turn it into a scatter.
+        return write_row(slots[0], fresh[0], path[0], length[0])[None]
+    return jax.vmap(write_row)(slots, fresh, path, length)
 
 
 @_kernel_of(append_rows)

@@ -14,13 +14,13 @@ import pytest
 from longspec_jax.ops import hardware, layer
 from longspec_jax.ops.attention import dispatch as attention
 from longspec_jax.ops.attention.operands import Fresh, Prefix
-from longspec_jax.ops.dispatch import Op
+from longspec_jax.ops.dispatch import Op, traced_once
 from longspec_jax.ops.matmul import few_rows, quantised
 from longspec_jax.ops.matmul.packed import pack
 from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix
 from longspec_jax.ops.selection.continuations import best_continuations
 from tests.kit import each_row
-from tests.ops.shapes import half, real, whole
+from tests.ops.shapes import half, real, truth, whole
 
 
 def takes(x: int, *, more: int = 0) -> int:
@@ -60,6 +60,34 @@ def test_an_explicit_choice_never_falls_back() -> None:
             op.named(name)(3)
     with pytest.raises(ValueError, match=r"op has no implementation 'd'; choose .*'a', 'b', 'c'"):
         op.named("d")
+
+
+def test_a_function_is_traced_once_for_all_calls_of_one_shape() -> None:
+    traced = []
+
+    @traced_once("factor")
+    def scaled(x: jax.Array, *, factor: float) -> jax.Array:
+        traced.append((x.shape, factor))
+        return x * factor
+
+    def layers(x: jax.Array) -> jax.Array:
+        return scaled(scaled(x, factor=2.0), factor=2.0) - scaled(x, factor=3.0)
+
+    assert jax.jit(layers)(jnp.full(5, 7.0)).tolist() == [7.0] * 5
+    assert traced == [((5,), 2.0), ((5,), 3.0)]
+
+
+def test_two_layers_have_one_attention_in_the_text_of_their_program() -> None:
+    """Else Python takes twice as long to make it; XLA is given the same in both cases."""
+    prefix = Prefix(real((1, 2, 16, 8)), real((1, 2, 16, 8)), whole((1,)))
+    fresh = Fresh(real((1, 3, 2, 8)), real((1, 3, 2, 8)), truth((1, 3, 3)))
+
+    def layers(q: jax.Array, *others: Any) -> jax.Array:
+        attend = partial(attention.speculative_attention, implementation="xla")
+        return attend(attend(q, *others), *others)
+
+    text = jax.jit(layers).lower(real((1, 3, 4, 8)), prefix, fresh).as_text()
+    assert text.count("stablehlo.while") == 1
 
 
 def test_a_defect_is_no_refusal() -> None:

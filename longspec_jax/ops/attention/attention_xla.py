@@ -19,6 +19,7 @@ from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, Sinks, TreeRo
 from longspec_jax.ops.attention.float8 import widened
 from longspec_jax.ops.attention.operands import Fresh, Partial, Prefix, merge, with_sinks
 from longspec_jax.ops.attention.packing import pack, unpack
+from longspec_jax.ops.dispatch import traced_once
 from longspec_jax.ops.partitioned import row_shares
 from longspec_jax.ops.slicing import cut, whole_chunks
 
@@ -31,6 +32,7 @@ MOST_SCORES = 2**28
 """Scores of a device that exist at once in training, float32: 1 GiB."""
 
 
+@traced_once("scale", "cap", "dtype")
 def prefix_attention(
     q: Queries,
     prefix: Prefix,
@@ -119,6 +121,7 @@ def _block(
     return jax.vmap(lambda row: jax.lax.dynamic_slice(cache, (row, 0, offset, 0), shape)[0])(rows)
 
 
+@traced_once("scale", "cap", "dtype")
 def tree_attention(
     q: Queries,
     fresh: Fresh,
@@ -158,6 +161,7 @@ def tree_attention(
     return Partial(out, lse).in_dtype(dtype)
 
 
+@traced_once("scale", "cap", "attend")
 def speculative_attention(
     q: Queries,
     prefix: Prefix,

@@ -27,6 +27,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, PyTree
 
 from longspec_jax.axes import Array, Leaf
+from longspec_jax.ops.dispatch import traced_once
 from longspec_jax.ops.matmul.few_rows import (
     WORTH_AN_ORDER,
     gate,
@@ -48,6 +49,7 @@ class OutputsFirst:
         return jnp.moveaxis(self.rows, -1, 0).astype(dtype)
 
 
+@traced_once("gated", "split")
 def matmul(
     x: Float[Array, "*rows C"],
     weights: OutputsFirst,

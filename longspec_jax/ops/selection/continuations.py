@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array
-from longspec_jax.ops.dispatch import op
+from longspec_jax.ops.dispatch import op, traced_once
 from longspec_jax.ops.hardware import require_decode_step, require_mosaic
 from longspec_jax.ops.partitioned import one_device
 
@@ -60,6 +60,7 @@ def best_continuations(
 
 
 @op
+@traced_once("count")
 def chosen_continuations(scores: Array, totals: Array, count: int) -> tuple[Array, Array, Array]:
     """As :func:`best_continuations`, of which there are enough."""
     reached = cumulative(scores, totals)
