@@ -10,37 +10,25 @@ from longspec_jax.weights.hf_config import hf_config, target_config
 from longspec_jax.weights.json_files import JsonObject, as_raw
 from longspec_jax.weights.layer_kinds import EXPERTS
 from tests.kit import each_row
+from tests.weights.test_hf_config import QWEN_3
 
-QWEN3_30B_A3B = dict(
+QWEN3_30B_A3B = QWEN_3 | dict(
     architectures=["Qwen3MoeForCausalLM"],
     model_type="qwen3_moe",
-    attention_bias=False,
     decoder_sparse_step=1,
-    head_dim=128,
     hidden_act="silu",
     hidden_size=2048,
     intermediate_size=6144,
-    max_position_embeddings=40960,
     max_window_layers=48,
     mlp_only_layers=[],
     moe_intermediate_size=768,
     norm_topk_prob=True,
-    num_attention_heads=32,
     num_experts=128,
     num_experts_per_tok=8,
     num_hidden_layers=48,
     num_key_value_heads=4,
-    rms_norm_eps=1e-6,
-    rope_scaling=None,
-    rope_theta=1000000.0,
     router_aux_loss_coef=0.001,
-    sliding_window=None,
-    tie_word_embeddings=False,
-    torch_dtype="bfloat16",
-    use_sliding_window=False,
-    vocab_size=151936,
 )
-
 GPT_OSS_20B = dict(
     architectures=["GptOssForCausalLM"],
     model_type="gpt_oss",
