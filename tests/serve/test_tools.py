@@ -22,15 +22,7 @@ from longspec_jax.generation.requests import RequestOutput
 from longspec_jax.generation.text import RowText
 from tests.generation.grammars import request
 from tests.lookup import LookupDrafter, LookupTarget, random_table
-from tests.serve.talker import (
-    HERMES,
-    SIZE,
-    STOP,
-    THINKING,
-    TOOLS,
-    XML,
-    talking_tokenizer,
-)
+from tests.serve.talker import HERMES, SIZE, STOP, THINKING, TOOLS, XML, talking_tokenizer
 
 KNOWN = [Tool.model_validate(tool) for tool in TOOLS]
 WEATHER = '{"name": "weather", "arguments": {"city": "Oslo", "unit": "C"}}'
