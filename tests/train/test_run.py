@@ -24,7 +24,6 @@ from tests.train.tiny import (
     command,
     interrupted,
     records,
-    save_tiny_target,
     write_documents,
 )
 from train import pipeline, run
@@ -185,24 +184,6 @@ def test_a_refused_command_leaves_a_finished_run_as_it_was(
     ):
         last = refused(*arguments(target, files, tmp_path / module), *data).splitlines()[-1]
         assert f"packages that are not installed ({module}): pip install" in last
-
-
-def test_heads_that_are_wider_than_the_model(tmp_path: Path) -> None:
-    """As Qwen3-4B's are; its head is its embedding, and queries and keys are normalised."""
-    shape = dict(architecture="Qwen3ForCausalLM", qk_norm=True, tied_embeddings=True, head_width=14)
-    target = save_tiny_target(tmp_path / "target", **shape)
-    files = write_documents(tmp_path / "documents.jsonl", 10)
-    given = arguments(target, files, tmp_path / "run")
-    given[0] = f"--config={ROOT}/configs/qwen3_4b.py:short"
-    assert command(*given, "--config.stages.short.epochs=9") == 0
-    assert len(losses(tmp_path / "run")) == 9
-    assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0]
-    config, params = load_target(target)
-    assert config.num_heads * config.head_width == 56 > config.model_width == 32
-    assert "lm_head" not in params
-    draft, learned = load_draft(tmp_path / "run" / "draft", config)
-    assert draft.head_width == 14
-    assert {leaf.shape for leaf in jax.tree.leaves(learned)} >= {(32, 4, 14), (4, 14, 32)}
 
 
 def test_a_training_that_diverges_ends_with_a_sentence_and_what_was_finite(
