@@ -294,6 +294,13 @@ REFUSED: dict[str, dict[str, Any]] = {
     "sparse weights": IN_4_BITS | {"sparsity_config": {"format": "sparse-24-bitmask"}},
     "group_size": {"quant_method": "gptq", "bits": 4, "group_size": "many"},
     "group_size=0": {"quant_method": "awq", "bits": 4, "group_size": 0},
+    "bits=8": {"quant_method": "awq", "bits": 8, "group_size": 32},
+    "is_marlin_format": {"quant_method": "gptq", "bits": 4, "is_marlin_format": True},
+    "is no pattern": {"quant_method": "gptq", "bits": 4, "dynamic": {"+:[": {}}},
+    "must be two sizes, outputs and inputs": {"quant_method": "fp8", "weight_block_size": [128]},
+    "must name the quantised linears": IN_4_BITS | {"config_groups": {}},
+    "scales of weights are stored": compressed("pack-quantized", num_bits=4, dynamic=True),
+    "actorder='best'": compressed("pack-quantized", num_bits=4, group_size=32, actorder="best"),
 }
 """Words of the sentence that refuses a format, and the format."""
 
