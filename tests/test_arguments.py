@@ -239,7 +239,5 @@ def test_a_call_is_checked_before_anything_runs() -> None:
         spec.score_gap([3, 4], 17, 3)
     with pytest.raises(ValueError, match="^tokens=3 must be the token ids of one row"):
         spec.score_gap(3, 1, 2)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="lower max_new_tokens to at most 24"):
-        spec.check([3] * 1000, max_new_tokens=25)
     with pytest.raises(TypeError, match="a LongSpec cannot be pickled or copied"):
         pickle.dumps(spec)

@@ -13,14 +13,7 @@ import pytest
 from benchmarks import rounds as bench_rounds
 from benchmarks.arguments import SHAPES
 from benchmarks.models import draft_state, filled_cache, random_model
-from benchmarks.rounds import (
-    GREEDY,
-    accept_drawn,
-    acceptance_edges,
-    decode,
-    drawn_count,
-    rows_at,
-)
+from benchmarks.rounds import GREEDY, accept_drawn, acceptance_edges, decode, drawn_count, rows_at
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding import round as round_lib
 from longspec_jax.decoding.rows import Rows

@@ -33,12 +33,7 @@ from tests.decoding.lossless import (
     prompts,
     texts_of,
 )
-from tests.kit import (
-    draft_params,
-    random_draft,
-    random_target,
-    tiny_target_config,
-)
+from tests.kit import draft_params, random_draft, random_target, tiny_target_config
 from tests.lookup import LookupDrafter, LookupTarget, random_table
 
 TREE = TreeConfig((4, 5, 3))

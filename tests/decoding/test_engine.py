@@ -37,10 +37,7 @@ from tests.decoding.engines import (
 )
 from tests.decoding.lossless import assert_same, outputs_of, texts_of
 from tests.decoding.lossless import request as requested
-from tests.kit import (
-    in_tiers,
-    prefill,
-)
+from tests.kit import in_tiers, prefill
 from tests.lookup import LookupDrafter
 
 

@@ -50,13 +50,7 @@ from tests.decoding.engines import (
 )
 from tests.decoding.lossless import LENGTHS, assert_same, engine_of, prompts, run
 from tests.decoding.lossless import request as requested
-from tests.kit import (
-    draft_params,
-    each_row,
-    random_draft,
-    random_target,
-    tiny_target_config,
-)
+from tests.kit import draft_params, each_row, random_draft, random_target, tiny_target_config
 from tests.lookup import LookupDrafter
 
 

@@ -14,14 +14,7 @@ from flax.traverse_util import unflatten_dict
 from safetensors.numpy import load_file, save_file
 
 from longspec_jax.decoding.rows import Request
-from longspec_jax.drafters.base import (
-    Committed,
-    Drafter,
-    Features,
-    Params,
-    SamplingNoise,
-    View,
-)
+from longspec_jax.drafters.base import Committed, Drafter, Features, Params, SamplingNoise, View
 from longspec_jax.drafters.tables import TableParams
 from longspec_jax.drafters.tree import Tree
 from longspec_jax.sharding import partition_spec, path_name

@@ -95,19 +95,13 @@ def test_native_template() -> None:
 @each_row(
     ("messages", "message"),
     [
-        ({}, "must be a list of objects"),
-        ([{"role": "user"}], "message 0 must have role and content"),
         ([{"role": "robot", "content": "x"}], "roles are system, user, assistant"),
         (CHAT[:2], "last message must be the user's"),
         (
             [{"role": "user", "content": None}],
             "message 0: the content must be text, or .* got null",
         ),
-        ([{"role": "user", "content": 3}], "message 0: the content must be text, or .* got 3"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "a part of the content must be"),
-        ([{"role": ["user"], "content": "a"}], "message 0: the role must be text"),
         ([{"role": "user", "content": "\ud800"}], "message 0 is not UTF-8 text: character 1"),
-        ([7], "message 0 must have role and content"),
     ],
 )
 def test_bad_messages(messages, message) -> None:

@@ -47,166 +47,148 @@ _GEMMA4 = _WINDOW | dict(
     hidden_size_per_layer_input=0,
     final_logit_softcapping=3.0,
 )
+
+
+def _case(family: str, base: dict[str, Any] | None = None, **own: Any) -> Any:
+    """Class of transformers, and what its configuration has beyond the tests' usual one."""
+    return family, {**(base or {}), **own}
+
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama-linear": (
+    "llama-linear": _case(
         "Llama",
-        dict(
-            num_key_value_heads=4,
-            rope_parameters=dict(rope_type="linear", factor=4.0, rope_theta=1e4),
-        ),
+        num_key_value_heads=4,
+        rope_parameters=dict(rope_type="linear", factor=4.0, rope_theta=1e4),
     ),
-    "llama3": ("Llama", dict(rope_parameters=LLAMA3)),
-    "llama-tied": ("Llama", dict(num_key_value_heads=1, tie_word_embeddings=True)),
-    "mistral": ("Mistral", dict(sliding_window=None, head_dim=16)),
-    "qwen3-moe": (
+    "llama3": _case("Llama", rope_parameters=LLAMA3),
+    "llama-tied": _case("Llama", num_key_value_heads=1, tie_word_embeddings=True),
+    "mistral": _case("Mistral", sliding_window=None, head_dim=16),
+    "qwen3-moe": _case(
         "Qwen3Moe",
-        dict(
-            head_dim=10,
-            num_experts=7,
-            num_experts_per_tok=2,
-            moe_intermediate_size=12,
-            norm_topk_prob=True,
-            mlp_only_layers=[1],  # Its last layer is dense.
-        ),
+        head_dim=10,
+        num_experts=7,
+        num_experts_per_tok=2,
+        moe_intermediate_size=12,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],  # Its last layer is dense.
     ),
-    "qwen2-yarn": ("Qwen2", dict(rope_parameters=YARN)),
-    "qwen3-yarn": ("Qwen3", dict(rope_parameters=YARN | dict(truncate=False), head_dim=16)),
-    "ministral3": (
+    "qwen2-yarn": _case("Qwen2", rope_parameters=YARN),
+    "qwen3-yarn": _case("Qwen3", rope_parameters=YARN | dict(truncate=False), head_dim=16),
+    "ministral3": _case(
         "Ministral3",
-        dict(
-            rope_parameters=YARN
-            | dict(
-                original_max_position_embeddings=16,
-                mscale=1.0,
-                mscale_all_dim=0.5,
-                llama_4_scaling_beta=0.1,
-            ),
-            head_dim=16,
+        rope_parameters=YARN
+        | dict(
+            original_max_position_embeddings=16,
+            mscale=1.0,
+            mscale_all_dim=0.5,
+            llama_4_scaling_beta=0.1,
         ),
+        head_dim=16,
     ),
-    "phi3": ("Phi3", {}),
-    "phi4-mini": (
+    "phi3": _case("Phi3"),
+    "phi4-mini": _case(
         "Phi3",
-        dict(
-            hidden_size=64,
-            initializer_range=0.2,
-            tie_word_embeddings=True,
-            original_max_position_embeddings=32,
-            rope_parameters=dict(
-                rope_type="longrope",
-                rope_theta=1e4,
-                partial_rotary_factor=0.75,
-                short_factor=[1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
-                long_factor=[1.0, 2.0, 4.0, 6.0, 7.0, 8.0],
-            ),
+        hidden_size=64,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+        original_max_position_embeddings=32,
+        rope_parameters=dict(
+            rope_type="longrope",
+            rope_theta=1e4,
+            partial_rotary_factor=0.75,
+            short_factor=[1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+            long_factor=[1.0, 2.0, 4.0, 6.0, 7.0, 8.0],
         ),
     ),
-    "smollm3": ("SmolLM3", dict(no_rope_layer_interval=2)),
-    "granite": ("Granite", MULTIPLIERS),
-    "granite4": (
+    "smollm3": _case("SmolLM3", no_rope_layer_interval=2),
+    "granite": _case("Granite", MULTIPLIERS),
+    "granite4": _case(
         "GraniteMoeHybrid",
-        MULTIPLIERS
-        | dict(
-            layer_types=["attention"] * 2,
-            num_local_experts=0,
-            shared_intermediate_size=80,
-            position_embedding_type="rope",
-            mamba_n_heads=4,
-        ),
+        MULTIPLIERS,
+        layer_types=["attention"] * 2,
+        num_local_experts=0,
+        shared_intermediate_size=80,
+        position_embedding_type="rope",
+        mamba_n_heads=4,
     ),
-    "olmo2": ("Olmo2", {}),
+    "olmo2": _case("Olmo2"),
     # Narrower than the test's tree is deep: nodes leave the window of their own descendants.
-    "mistral-window": ("Mistral", dict(sliding_window=3)),
-    "ministral": (
+    "mistral-window": _case("Mistral", sliding_window=3),
+    "ministral": _case(
         "Ministral",
-        dict(sliding_window=7, head_dim=12, layer_types=[f"{kind}_attention" for kind in _MIXED]),
+        sliding_window=7,
+        head_dim=12,
+        layer_types=[f"{kind}_attention" for kind in _MIXED],
     ),
-    "gemma2": (
+    "gemma2": _case(
         "Gemma2",
-        _WINDOW
-        | dict(query_pre_attn_scalar=24, attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
+        _WINDOW,
+        query_pre_attn_scalar=24,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=3.0,
     ),
-    "gemma3": (
+    "gemma3": _case(
         "Gemma3Text",
-        _WINDOW
-        | dict(
-            sliding_window_pattern=2,
-            query_pre_attn_scalar=24,
-            rope_parameters=dict(
-                full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1e6),
-                sliding_attention=dict(rope_type="default", rope_theta=1e4),
-            ),
+        _WINDOW,
+        sliding_window_pattern=2,
+        query_pre_attn_scalar=24,
+        rope_parameters=dict(
+            full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1e6),
+            sliding_attention=dict(rope_type="default", rope_theta=1e4),
         ),
     ),
-    "gemma4": ("Gemma4Text", _GEMMA4 | dict(attention_k_eq_v=True, num_global_key_value_heads=1)),
-    "gemma4-unified": ("Gemma4UnifiedText", _GEMMA4),
-    "gemma4-e": (
+    "gemma4": _case("Gemma4Text", _GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1),
+    "gemma4-unified": _case("Gemma4UnifiedText", _GEMMA4),
+    "gemma4-e": _case(
         "Gemma4Text",
-        _GEMMA4
-        | dict(
-            num_hidden_layers=6,
-            layer_types=[f"{kind}_attention" for kind in ("sliding", "full") * 3],
-            hidden_size_per_layer_input=8,
-            vocab_size_per_layer_input=97,
-            num_kv_shared_layers=2,
-            use_double_wide_mlp=True,
-        ),
+        _GEMMA4,
+        num_hidden_layers=6,
+        layer_types=[f"{kind}_attention" for kind in ("sliding", "full") * 3],
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=97,
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=True,
     ),
-    "gemma4-moe": (
+    "gemma4-moe": _case(
         "Gemma4Text",
-        _GEMMA4
-        | dict(
-            enable_moe_block=True,
-            num_experts=7,
-            top_k_experts=2,
-            moe_intermediate_size=12,
-            initializer_range=0.15,  # Near ties of the router would flip experts.
-        ),
+        _GEMMA4,
+        enable_moe_block=True,
+        num_experts=7,
+        top_k_experts=2,
+        moe_intermediate_size=12,
+        initializer_range=0.15,  # Near ties of the router would flip experts.
     ),
-    "olmo3": (
+    "olmo3": _case(
         "Olmo3",
-        dict(
-            sliding_window=7,
-            layer_types=[f"{kind}_attention" for kind in _MIXED],
-            rope_parameters=dict(
-                full_attention=YARN, sliding_attention=dict(rope_type="default", rope_theta=1e4)
-            ),
+        sliding_window=7,
+        layer_types=[f"{kind}_attention" for kind in _MIXED],
+        rope_parameters=dict(
+            full_attention=YARN, sliding_attention=dict(rope_type="default", rope_theta=1e4)
         ),
     ),
-    "glm4": ("Glm4", dict(head_dim=16)),
-    "qwen3.5": (
+    "glm4": _case("Glm4", head_dim=16),
+    "qwen3.5": _case(
         "Qwen3_5Text",
-        dict(
-            num_hidden_layers=4,
-            head_dim=16,
-            layer_types=[f"{kind}_attention" for kind in ("linear", "full", "linear", "linear")],
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            linear_key_head_dim=8,
-            linear_value_head_dim=12,
-        ),
+        num_hidden_layers=4,
+        head_dim=16,
+        layer_types=[f"{kind}_attention" for kind in ("linear", "full", "linear", "linear")],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=12,
     ),
-    "gpt-oss": (
+    "gpt-oss": _case(
         "GptOss",
-        _WINDOW
-        | dict(
-            intermediate_size=32,
-            num_local_experts=8,
-            num_experts_per_tok=2,
-            swiglu_limit=1.5,  # So that it acts.
-            rope_parameters=YARN | dict(truncate=False),
-        ),
+        _WINDOW,
+        intermediate_size=32,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        swiglu_limit=1.5,  # So that it acts.
+        rope_parameters=YARN | dict(truncate=False),
     ),
-    "qwen3.5-moe": (
-        "Qwen3_5MoeText",
-        _RECURRENT_EXPERTS,
-    ),
-    "qwen3-next": (
-        "Qwen3Next",
-        _RECURRENT_EXPERTS,
-    ),
+    "qwen3.5-moe": _case("Qwen3_5MoeText", _RECURRENT_EXPERTS),
+    "qwen3-next": _case("Qwen3Next", _RECURRENT_EXPERTS),
 }
-"""Class of transformers, and what its configuration has beyond the base."""
 
 
 def make_model(case: str, **overrides: Any) -> Any:

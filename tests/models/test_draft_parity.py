@@ -16,7 +16,8 @@ from longspec_jax.drafters.longspec import LongSpecDrafter, LongSpecLayer, LongS
 from longspec_jax.ops.attention.dispatch import causal_attention, tree_attention
 from longspec_jax.ops.attention.operands import Fresh
 from tests.kit import after_prompts, greedy_beliefs, tiny_target_config, view_of
-from tests.models.draft_oracle import DraftOracle, Shape, random_state
+from tests.models.draft_oracle import Shape, random_state
+from tests.models.parallel_oracle import DraftOracle, torch
 
 LENGTH = 19
 
@@ -34,6 +35,20 @@ def _inputs(shape):
     embedded = rng.normal(size=(LENGTH, shape.hidden_size))
     kv = rng.normal(size=(2, LENGTH, shape.num_key_value_heads, shape.head_dim))
     return embedded.astype("float32"), *kv.astype("float32")
+
+
+def _expected(shape, state, embedded, positions, keys, values, window, shift):
+    """The oracle's output, in float64."""
+    oracle = DraftOracle(
+        {name: torch.tensor(each).double() for name, each in state.items()},
+        shape.num_attention_heads,
+        shape.num_key_value_heads,
+        window,
+        shape.rms_norm_eps,
+        shape.rope_theta,
+    )
+    rows = (torch.tensor(each).double() for each in (embedded, positions, keys, values))
+    return oracle.hidden(*rows, shift).numpy()
 
 
 def _ours(config, params, embedded, positions, keys, values, shift):
@@ -71,7 +86,7 @@ def test_layer(tmp_path, kv_heads, window, shift):
     # Anchor-offset positions: the first tokens stay, the rest is far away.
     positions = np.where(np.arange(LENGTH) < 3, 0, 900) + np.arange(LENGTH)
     embedded, keys, values = _inputs(shape)
-    expected = DraftOracle(shape, state).hidden(embedded, positions, keys, values, window, shift)
+    expected = _expected(shape, state, embedded, positions, keys, values, window, shift)
     actual = _ours(config, params, embedded, positions, keys, values, shift).hidden[0]
     np.testing.assert_allclose(actual, expected, atol=1e-4)
 
@@ -109,9 +124,9 @@ def test_proposed_tree(tmp_path):
     def scores(path):
         """Log-probabilities after the prompt and a path of fresh tokens, by the oracle."""
         line = np.concatenate([tokens, path])
-        hidden = DraftOracle(shape, state).hidden(
-            embedding[line], np.arange(len(line)), keys, values, window, shift=len(path)
-        )
+        places = np.arange(len(line))
+        given = embedding[line], places, keys, values, window
+        hidden = _expected(shape, state, *given, shift=len(path))
         logits = head.astype(np.float64) @ hidden[-1]
         return logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
 

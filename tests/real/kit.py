@@ -4,8 +4,12 @@ The models lie in packages that pip can download (:mod:`longspec_jax.released`) 
 user's own cache, where later runs find them. Without an index the tests are skipped.
 """
 
+import asyncio
 import os
-from collections.abc import Sequence
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -128,3 +132,29 @@ def document(characters: int) -> str:
     """A long text: this project's own source."""
     files = sorted((Path(__file__).parents[2] / "longspec_jax").glob("decoding/*.py"))
     return "\n\n".join(path.read_text("utf-8") for path in files)[:characters]
+
+
+@contextmanager
+def serving(name: str, *options: str) -> Iterator[Any]:
+    """OpenAI's client of the command's server over a model, with options as they are typed."""
+    from openai import OpenAI
+
+    from infer.serve.arguments import parser
+    from infer.serve.command import Service
+    from infer.serve.http_server import HttpServer
+
+    typed = [f"--target={model_file(name)}", f"--served_model_name={name}", *options]
+    listener, ready = socket.create_server(("127.0.0.1", 0)), threading.Event()
+    service = Service(parser().parse_args(typed), listener)
+    service.load()
+    server = HttpServer(service.served(), listener, 5.0)
+    running = threading.Thread(target=lambda: asyncio.run(server.run(ready.set)))
+    running.start()
+    try:
+        assert ready.wait(60)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        with OpenAI(base_url=url, api_key="none", timeout=600, max_retries=0) as client:
+            yield client
+    finally:
+        server.stop()
+        running.join(60)

@@ -8,18 +8,15 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from tests.real.server import serving
-from tests.serve.talker import HERMES
+from tests.real.kit import serving
+from tests.serve.talker import HERMES, function
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(7200)]
 
 
 def tool(name: str, about: str, **properties: Any) -> dict[str, Any]:
     schema = {"type": "object", "properties": properties, "required": [*properties]}
-    return {
-        "type": "function",
-        "function": {"name": name, "description": about, "parameters": schema},
-    }
+    return function(name, schema, description=about)
 
 
 NUMBER = {"type": "integer", "minimum": 0, "maximum": 999}

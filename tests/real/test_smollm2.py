@@ -1,9 +1,6 @@
 """SmolLM2-135M from its GGUF file: text, tokens, drafters, server, quantisation and training."""
 
-import asyncio
 import json
-import socket
-import threading
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +10,7 @@ from longspec_jax import PLAIN, LongSpec
 from longspec_jax.drafters.draft import Target
 from longspec_jax.loading import choose_drafts
 from longspec_jax.weights.gguf.file import read_gguf
-from tests.real.kit import document, greedy, model_file, oracle, prompts
+from tests.real.kit import document, greedy, model_file, oracle, prompts, serving
 from tests.weights.gguf.tokens import SENTENCES, joined_by_rank, pieces_of_code
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
@@ -132,39 +129,15 @@ def test_tokenizer_chat_and_stops(spec):
 
 
 def test_server_with_the_openai_client(plain, rows, spec):
-    from openai import OpenAI
-
-    from infer.serve.arguments import parser
-    from infer.serve.command import Service
-    from infer.serve.http_server import HttpServer
-
-    typed = [f"--target={model_file('smollm2')}", f"--draft={LONGSPEC}", "--tree=2,2@4"]
-    typed += ["--max_num_seqs=1", "--max_model_len=256", "--served_model_name=smol"]
-    listener = socket.create_server(("127.0.0.1", 0))
-    service = Service(parser().parse_args(typed), listener)
-    service.load()
-    server = HttpServer(service.served(), listener, 5.0)
-    ready = threading.Event()
-    running = threading.Thread(target=lambda: asyncio.run(server.run(ready.set)))
-    running.start()
-    try:
-        assert ready.wait(60)
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-        with OpenAI(base_url=url, api_key="none", timeout=300) as client:
-            completion = client.completions.create(
-                model="smol", prompt=rows[0], max_tokens=NEW, temperature=0
-            )
-            expected = spec.tokenizer.decode(plain.sequences[0])
-            assert expected.startswith(completion.choices[0].text)
-            messages = [{"role": "user", "content": "What is a prime number? Give examples."}]
-            chat = client.chat.completions.create(
-                model="smol", messages=messages, max_tokens=NEW, temperature=0
-            )
-            expected = spec.tokenizer.decode(plain.sequences[15])
-            assert chat.choices[0].message.content == expected
-    finally:
-        server.stop()
-        running.join(60)
+    typed = f"--draft={LONGSPEC}", "--tree=2,2@4", "--max_num_seqs=1", "--max_model_len=256"
+    asked = {"model": "smollm2", "max_tokens": NEW, "temperature": 0}
+    messages = [{"role": "user", "content": "What is a prime number? Give examples."}]
+    with serving("smollm2", *typed) as client:
+        completion = client.completions.create(prompt=rows[0], **asked)
+        chat = client.chat.completions.create(messages=messages, **asked)
+    expected, answer = (spec.tokenizer.decode(plain.sequences[row]) for row in (0, 15))
+    assert expected.startswith(completion.choices[0].text)
+    assert chat.choices[0].message.content == answer
 
 
 def test_quantised_copy(spec, tmp_path):

@@ -76,10 +76,15 @@ CITY = {
     },
     "required": ["city", "unit"],
 }
-TOOLS: list[dict[str, Any]] = [
-    {"type": "function", "function": {"name": "weather", "parameters": CITY}},
-    {"type": "function", "function": {"name": "now"}},
-]
+
+
+def function(name: str, parameters: Any = None, **more: Any) -> dict[str, Any]:
+    """A tool of a request."""
+    own = {} if parameters is None else {"parameters": parameters}
+    return {"type": "function", "function": {"name": name, **own, **more}}
+
+
+TOOLS = [function("weather", CITY), function("now")]
 
 
 @functools.cache

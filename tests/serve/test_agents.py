@@ -14,10 +14,10 @@ from pydantic import BaseModel
 from infer.serve.command import served_model
 from tests.infer.toys import TREE
 from tests.serve.kit import Client, serving
-from tests.serve.talker import HERMES, THINKING, TOOLS, XML, talking_spec
+from tests.serve.talker import HERMES, THINKING, TOOLS, XML, function, talking_spec
 
 TALK: list[Any] = [{"role": "user", "content": "What is the weather in Oslo?"}]
-NAMED: Any = {"type": "function", "function": {"name": "weather"}}
+NAMED: Any = function("weather")
 FORM: Any = {
     "type": "json_schema",
     "json_schema": {
@@ -223,7 +223,7 @@ def test_refusals_name_the_field(server: Client) -> None:
         (
             "tool_choice",
             "is none of tools (weather, now)",
-            {"tool_choice": {"type": "function", "function": {"name": "w"}}},
+            {"tool_choice": function("w")},
         ),
         ("tool_choice", "must be one of none, auto, required", {"tool_choice": "any"}),
         ("tools", "the tool deep: a schema of more than 32 levels", must(deep())),
@@ -268,11 +268,11 @@ def must(*tools: Any) -> dict[str, Any]:
 
 def odd(of_a: Any, **more: Any) -> dict[str, Any]:
     schema = {"type": "object", "properties": {"a": of_a}, "required": ["a"], **more}
-    return {"type": "function", "function": {"name": "odd", "parameters": schema}}
+    return function("odd", schema)
 
 
 def deep() -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "object"}
     for _ in range(17):
         schema = {"type": "object", "properties": {"a": schema}}
-    return {"type": "function", "function": {"name": "deep", "parameters": schema}}
+    return function("deep", schema)

@@ -2,32 +2,27 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from infer.serve.command import chat_markup
 from infer.serve.gemma import turns_with_responses
 from infer.serve.markup import grammar_of
 from infer.serve.messages import Reading
-from infer.serve.tools import Tool, named
-from longspec_jax.decoding.engine import Engine
-from longspec_jax.decoding.runner import ModelRunner
-from longspec_jax.drafters.base import Params
-from longspec_jax.generation.grammar import compile_grammar, vocabulary_of
+from infer.serve.tools import named
 from longspec_jax.generation.template import render
-from tests.lookup import LookupDrafter, LookupTarget, random_table
-from tests.serve.talker import GEMMA, GEMMA_MARKS, STOP, talking_tokenizer
+from tests.serve.talker import GEMMA, GEMMA_MARKS, talking_tokenizer
 from tests.serve.test_tools import (
     JSON,
     KNOWN,
     NAMED,
     NESTED,
     STRICT,
-    TREES,
     Told,
     allows,
-    drawn,
+    assert_required_calls_parse,
+    engine_of,
     read_out,
+    tool,
 )
 
 TOKENIZER = talking_tokenizer(special=True, names=GEMMA_MARKS)
@@ -88,26 +83,21 @@ def test_calls_are_text_without_tools_and_letters_of_a_mark_are_letters() -> Non
     assert found[2] == [("weather", {"city": quote, "unit": "C"})]
 
 
-VALUES = Tool.model_validate(
+VALUES = tool(
+    "values",
     {
-        "type": "function",
-        "function": {
-            "name": "values",
-            "parameters": {
-                "type": "object",
-                "required": ["n", "Z"],
-                "properties": {
-                    "n": {"type": "integer", "minimum": 0, "maximum": 9},
-                    "Z": {"anyOf": [{"type": "boolean"}, {"$ref": "#/$defs/pair"}]},
-                    "a": {"type": ["string", "null"], "maxLength": 2},
-                    "k": {"const": 3},
-                    "list": {"items": {}, "maxItems": 2},
-                    "o": {"type": "object", "additionalProperties": {"type": "number"}},
-                },
-                "$defs": {"pair": {"properties": {"x": {"$ref": "#/$defs/pair"}}}},
-            },
+        "type": "object",
+        "required": ["n", "Z"],
+        "properties": {
+            "n": {"type": "integer", "minimum": 0, "maximum": 9},
+            "Z": {"anyOf": [{"type": "boolean"}, {"$ref": "#/$defs/pair"}]},
+            "a": {"type": ["string", "null"], "maxLength": 2},
+            "k": {"const": 3},
+            "list": {"items": {}, "maxItems": 2},
+            "o": {"type": "object", "additionalProperties": {"type": "number"}},
         },
-    }
+        "$defs": {"pair": {"properties": {"x": {"$ref": "#/$defs/pair"}}}},
+    },
 )
 VALUED = "<|tool_call>call:values{{{}}}<tool_call|>".format
 
@@ -124,11 +114,7 @@ VALUED = "<|tool_call>call:values{{{}}}<tool_call|>".format
         ({"parallel": False}, [CALL], [f"{CALL}{CALL}"]),
         ({"choice": NAMED}, [NOW], [CALL]),
         ({"thinking": None}, [f"{WHY}{CALL}", CALL], [f"why<channel|>{CALL}", WHY]),
-        (
-            {"thinking": None},
-            [],
-            [f"<|channel>why<channel|>{CALL}", f"{WHY}so {CALL}"],
-        ),
+        ({"thinking": None}, [], [f"<|channel>why<channel|>{CALL}", f"{WHY}so {CALL}"]),
         (
             {"choice": "auto", "tools": STRICT},
             ["so", "", CALL, f"so{CALL}{NOW}"],
@@ -181,10 +167,9 @@ def test_a_grammar_holds_the_whole_answer(
     ],
 )
 def test_what_is_not_written_is_refused_by_name(schema: dict[str, Any], words: str) -> None:
-    function = {"name": "f", "parameters": {"properties": schema}}
-    tool = Tool.model_validate({"type": "function", "function": function})
+    given = {}, [tool("f", {"properties": schema})], "required"
     with pytest.raises(ValueError, match=f"the tool f: .*{words}"):
-        grammar_of(MARKUP, {}, [tool], "required", parallel=True, thinking=False)
+        grammar_of(MARKUP, *given, parallel=True, thinking=False)
 
 
 def test_what_is_written_is_what_the_template_shows() -> None:
@@ -209,28 +194,12 @@ def test_what_is_written_is_what_the_template_shows() -> None:
 
 
 def test_required_calls_parse_with_trees_also_where_the_reasoning_ends_in_a_draft() -> None:
-    """Draws at T = 1, as of the other forms; the marks have a text of their own, as in GGUF."""
+    """The marks have a text of their own, as in GGUF."""
     tokenizer = talking_tokenizer(names=GEMMA_MARKS)
-    size, likely = len(tokenizer), tokenizer.encode("{}:, aC", add_special_tokens=False)
-    bias = np.full(size, -2.0, np.float32)
-    bias[[*tokenizer.get_added_vocab().values()]], bias[likely] = 2.5, 1.0
-    table = random_table(3, 97, size) + bias
-    params = Params(table, table + random_table(4, 97, size, 0.5))
-    models = LookupTarget(size), tuple(map(LookupDrafter, TREES)), params
-    runner = ModelRunner(*models, slots=4, capacity=512, stop_width=1)
-    engine = Engine(runner, chunk=8, readmits=True)
-    markup = chat_markup(tokenizer, GEMMA)
-    source = grammar_of(markup, {}, KNOWN, "required", parallel=False, thinking=None)
-    grammar = compile_grammar(vocabulary_of(tokenizer, size, (STOP,)), **source)
-    plain, _ = drawn(engine, grammar, 0)
-    texts, accepted = drawn(engine, grammar, 1)
+    engine = engine_of(tokenizer, "{}:, aC")
+    given = tokenizer, chat_markup(tokenizer, GEMMA), None, "<channel|>"
+    assert_required_calls_parse(engine, *given)
     engine.close()
-    assert texts == plain
-    for tokens, finish in texts:
-        content, _, calls, _ = read_out([*tokens], Reading(markup, named(KNOWN)), tokenizer)
-        assert (finish, content, len(calls)) == ("stop", "", 1)
-    closing = tokenizer.get_added_vocab()["<channel|>"]
-    assert any(closing in row for row in accepted)
 
 
 def test_a_tokenizer_without_the_tokens_has_no_calls() -> None:

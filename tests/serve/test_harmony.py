@@ -5,14 +5,7 @@ from typing import Any
 import pytest
 
 from infer.serve.command import chat_markup
-from infer.serve.harmony import (
-    CHANNEL,
-    CONSTRAIN,
-    ENDS,
-    MESSAGE,
-    START,
-    turn_with_thinking,
-)
+from infer.serve.harmony import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START, turn_with_thinking
 from infer.serve.messages import Reading
 from infer.serve.tools import named
 from tests.serve.talker import HARMONY, talking_tokenizer

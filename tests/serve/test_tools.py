@@ -21,17 +21,14 @@ from longspec_jax.generation.grammar import Grammar, compile_grammar, vocabulary
 from longspec_jax.generation.text import RequestOutput, RowText
 from tests.generation.grammars import request
 from tests.lookup import LookupDrafter, LookupTarget, random_table
-from tests.serve.talker import (
-    HERMES,
-    SIZE,
-    STOP,
-    THINKING,
-    TOOLS,
-    XML,
-    talking_tokenizer,
-)
+from tests.serve.talker import CITY, HERMES, STOP, THINKING, XML, function, talking_tokenizer
 
-KNOWN = [Tool.model_validate(tool) for tool in TOOLS]
+
+def tool(name: str, parameters: Any = None, **more: Any) -> Tool:
+    return Tool.model_validate(function(name, parameters, **more))
+
+
+KNOWN = [tool("weather", CITY), tool("now")]
 WEATHER = '{"name": "weather", "arguments": {"city": "Oslo", "unit": "C"}}'
 CALL = f"<tool_call>\n{WEATHER}\n</tool_call>"
 TAGGED = (
@@ -237,10 +234,9 @@ def test_definitions_that_every_parameter_repeats_are_refused_early() -> None:
     definitions = {"a": {"type": "integer", "description": "x" * 50_000}}
     properties = {f"p{index}": {"$ref": "#/$defs/a"} for index in range(1000)}
     schema = {"properties": properties, "$defs": definitions, "required": [*properties]}
-    function = {"name": "now", "parameters": schema}
-    tool = Tool.model_validate({"type": "function", "function": function})
+    given = {}, [tool("now", schema)], "required"
     with pytest.raises(ValueError, match="make a grammar of more than 65536 characters"):
-        grammar_of(marked(XML), {}, [tool], "required", parallel=True, thinking=False)
+        grammar_of(marked(XML), *given, parallel=True, thinking=False)
 
 
 def test_marks_may_be_special_tokens_that_have_no_text() -> None:
@@ -305,19 +301,11 @@ def allows(text: str, markup: Markup, tokenizer: Any, **asked: Any) -> bool:
     return bool(state.allowed([0], [-1])[0][STOP // 32] >> STOP % 32 & 1)
 
 
-NAMED = NamedTool.model_validate({"type": "function", "function": {"name": "now"}})
+NAMED = NamedTool.model_validate(function("now"))
 NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-STRICT = [
-    Tool.model_validate({"type": "function", "function": {**tool["function"], "strict": True}})
-    for tool in TOOLS
-]
+STRICT = [tool("weather", CITY, strict=True), tool("now", strict=True)]
 WORDS = {"city": {"enum": [f"word {index}" for index in range(3000)]}, "unit": {"type": "string"}}
-MANY = Tool.model_validate(
-    {
-        "type": "function",
-        "function": {"name": "many", "parameters": {"type": "object", "properties": WORDS}},
-    }
-)
+MANY = tool("many", {"type": "object", "properties": WORDS})
 PARAMETERS = {
     "type": "object",
     "properties": {"name": {"type": "string"}, "next": {"anyOf": [{"$ref": "#"}]}},
@@ -325,9 +313,7 @@ PARAMETERS = {
     "additionalProperties": False,
 }
 """Of a list that goes on with itself."""
-NESTED = Tool.model_validate(
-    {"type": "function", "function": {"name": "list", "parameters": PARAMETERS}}
-)
+NESTED = tool("list", PARAMETERS)
 NODE = (
     "<tool_call>\n<function=list>\n<parameter=name>\na\n</parameter>\n<parameter=next>\n"
     "{}\n</parameter>\n</function>\n</tool_call>"
@@ -398,18 +384,22 @@ def test_free_answers_need_no_grammar() -> None:
 TREES = PLAIN, TreeConfig((4, 4))
 
 
+def engine_of(tokenizer: Any, likely: str) -> Engine:
+    """Of random bytes, among which marks are likely, and so is what calls are made of."""
+    size, marks = len(tokenizer), [*tokenizer.get_added_vocab().values()]
+    bias = np.full(size, -2.0, np.float32)
+    bias[[mark for mark in marks if mark != STOP]] = 2.5  # Drafts hold them now and then.
+    bias[tokenizer.encode(likely, add_special_tokens=False)] = 1.0
+    table = random_table(3, 97, size) + bias
+    params = Params(table, table + random_table(4, 97, size, 0.5))
+    models = LookupTarget(size), tuple(map(LookupDrafter, TREES)), params
+    runner = ModelRunner(*models, slots=4, capacity=512, stop_width=1)
+    return Engine(runner, chunk=8, readmits=True)
+
+
 @pytest.fixture(scope="module")
 def engine() -> Any:
-    # Marks are likely, and so is what calls are made of: drafts hold them now and then.
-    bias = np.full(SIZE, -2.0, np.float32)
-    bias[ids("<think>")[0] : ids("</tool_call>")[0] + 1] = 2.5
-    bias[ids('{"}\n aC')] = 1.0
-    table = random_table(3, 97, SIZE) + bias
-    drafters = tuple(LookupDrafter(tree) for tree in TREES)
-    params = Params(table, table + random_table(4, 97, SIZE, 0.5))
-    models = LookupTarget(SIZE), drafters, params
-    runner = ModelRunner(*models, slots=4, capacity=512, stop_width=1)
-    made = Engine(runner, chunk=8, readmits=True)
+    made = engine_of(talking_tokenizer(), '{"}\n aC')
     yield made
     made.close()
 
@@ -436,6 +426,26 @@ def drawn(engine: Engine, grammar: Grammar, candidate: int) -> tuple[list[Drawn]
     ]
 
 
+def assert_required_calls_parse(
+    engine: Engine, tokenizer: Any, markup: Markup, thinking: bool | None, closing: str
+) -> None:
+    """Draws at T = 1: the text is that of plain decoding, and all of it follows the grammar.
+
+    Where there may be reasoning, ``closing`` ends it, somewhere in a draft.
+    """
+    source = grammar_of(markup, {}, KNOWN, "required", parallel=False, thinking=thinking)
+    grammar = compile_grammar(vocabulary_of(tokenizer, len(tokenizer), (STOP,)), **source)
+    plain, _ = drawn(engine, grammar, 0)
+    texts, accepted = drawn(engine, grammar, 1)
+    assert texts == plain
+    for tokens, finish in texts:
+        reading = Reading(markup, named(KNOWN), bool(thinking))
+        content, _, calls, _ = read_out([*tokens], reading, tokenizer)
+        assert (finish, content, len(calls)) == ("stop", "", 1)
+    end = tokenizer.get_added_vocab()[closing]
+    assert thinking is None or any(end in row for row in accepted)
+
+
 @pytest.mark.parametrize(
     "template, thinking",
     [
@@ -447,16 +457,5 @@ def drawn(engine: Engine, grammar: Grammar, candidate: int) -> tuple[list[Drawn]
 def test_required_calls_parse_with_every_tree_also_where_the_reasoning_ends_in_a_draft(
     engine: Engine, template: str, thinking: bool | None
 ) -> None:
-    """Draws at T = 1: the text is that of plain decoding, and all of it follows the grammar."""
-    markup = marked(template)
-    source = grammar_of(markup, {}, KNOWN, "required", parallel=False, thinking=thinking)
-    grammar = compile_grammar(vocabulary_of(talking_tokenizer(), SIZE, (STOP,)), **source)
-    plain, _ = drawn(engine, grammar, 0)
-    texts, accepted = drawn(engine, grammar, 1)
-    assert texts == plain
-    for tokens, finish in texts:
-        assert finish == "stop"
-        content, _, calls, _ = told("", template, thinking=bool(thinking), tokens=[*tokens])
-        assert content == "" and len(calls) == 1
-    closing = ids("</think>")[0]
-    assert thinking is None or any(closing in row for row in accepted)
+    given = talking_tokenizer(), marked(template), thinking
+    assert_required_calls_parse(engine, *given, "</think>")

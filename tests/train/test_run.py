@@ -17,6 +17,7 @@ from longspec_jax import cli, files
 from longspec_jax.drafters.checkpoints.longspec import load_draft
 from longspec_jax.weights.hf import load_target
 from tests.children import ran
+from tests.kit import each_row
 from tests.train.tiny import (
     ROOT,
     arguments,
@@ -24,7 +25,6 @@ from tests.train.tiny import (
     command,
     interrupted,
     records,
-    save_tiny_target,
     write_documents,
 )
 from train import pipeline, run
@@ -187,24 +187,6 @@ def test_a_refused_command_leaves_a_finished_run_as_it_was(
         assert f"packages that are not installed ({module}): pip install" in last
 
 
-def test_heads_that_are_wider_than_the_model(tmp_path: Path) -> None:
-    """As Qwen3-4B's are; its head is its embedding, and queries and keys are normalised."""
-    shape = dict(architecture="Qwen3ForCausalLM", qk_norm=True, tied_embeddings=True, head_width=14)
-    target = save_tiny_target(tmp_path / "target", **shape)
-    files = write_documents(tmp_path / "documents.jsonl", 10)
-    given = arguments(target, files, tmp_path / "run")
-    given[0] = f"--config={ROOT}/configs/qwen3_4b.py:short"
-    assert command(*given, "--config.stages.short.epochs=9") == 0
-    assert len(losses(tmp_path / "run")) == 9
-    assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0]
-    config, params = load_target(target)
-    assert config.num_heads * config.head_width == 56 > config.model_width == 32
-    assert "lm_head" not in params
-    draft, learned = load_draft(tmp_path / "run" / "draft", config)
-    assert draft.head_width == 14
-    assert {leaf.shape for leaf in jax.tree.leaves(learned)} >= {(32, 4, 14), (4, 14, 32)}
-
-
 def test_a_training_that_diverges_ends_with_a_sentence_and_what_was_finite(
     target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -225,40 +207,33 @@ def test_a_training_that_diverges_ends_with_a_sentence_and_what_was_finite(
 
 
 MISTAKES = {
-    "variant": (
-        ["--config=configs/vicuna7b.py:huge"],
-        "no variant 'huge'; choose one of all, short",
+    "vicuna7b.py:huge": "no variant 'huge'; choose one of all, short",
+    "demo.py --config.seed=x": "--config.seed='x' must be a whole",
+    "demo.py --wrkdir=x": "--wrkdir; did you mean --workdir?",
+    "demo.py x": "unexpected argument 'x'",
+    "vicuna7b.py:short --config.data.hub=": "one source of data",
+    "demo.py --config.data.files=x": "one source of data",
+    "vicuna7b.py --config.target=": "a run needs a target",
+    "demo.py --config.dtype=float16": "gradients vanish",
+    "vicuna7b.py --config.stages.short.epochs=0": "stage short would never end",
+    "vicuna7b.py --config.stages.short.accumulation=3": (
+        "batch=2048 rows do not split into accumulation=3"
     ),
-    "type": (["--config=configs/demo.py", "--config.seed=x"], "--config.seed='x' must be a whole"),
-    "flag": (["--config=configs/demo.py", "--wrkdir=x"], "--wrkdir; did you mean --workdir?"),
-    "argument": (["--config=configs/demo.py", "x"], "unexpected argument 'x'"),
-    "no data": (["--config=configs/vicuna7b.py:short", "--config.data.hub="], "one source of data"),
-    "two sources": (["--config=configs/demo.py", "--config.data.files=x"], "one source of data"),
-    "no target": (["--config=configs/vicuna7b.py", "--config.target="], "a run needs a target"),
-    "unscaled": (["--config=configs/demo.py", "--config.dtype=float16"], "gradients vanish"),
-    "endless": (
-        ["--config=configs/vicuna7b.py", "--config.stages.short.epochs=0"],
-        "stage short would never end",
-    ),
-    "micro-batches": (
-        ["--config=configs/vicuna7b.py", "--config.stages.short.accumulation=3"],
-        "batch=2048 rows do not split into accumulation=3",
-    ),
-    "answers": (
-        ["--config=configs/vicuna7b.py:sft", "--config.stages.sft.seq_len=1024"],
-        "leave nothing of a masked prompt before answer_room=1024",
+    "vicuna7b.py:sft --config.stages.sft.seq_len=1024": (
+        "leave nothing of a masked prompt before answer_room=1024"
     ),
 }
+"""What is typed, and words of the sentence that refuses it."""
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@each_row("given", MISTAKES)
 def test_a_mistake_is_one_sentence(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
     monkeypatch.chdir(ROOT)
-    given, sentence = MISTAKES[name]
-    error = refused(*given, f"--workdir={tmp_path / 'work'}")
-    assert sentence in error and error.startswith("error: ") and "\n" not in error
+    config, *more = given.split()
+    error = refused(f"--config=configs/{config}", *more, f"--workdir={tmp_path / 'work'}")
+    assert MISTAKES[given] in error and error.startswith("error: ") and "\n" not in error
     assert not (tmp_path / "work").exists()
 
 

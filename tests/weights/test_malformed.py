@@ -16,17 +16,12 @@ from longspec_jax.weights.checkpoint import open_tensors
 from longspec_jax.weights.hf import load_stop_tokens, load_target, save_target
 from longspec_jax.weights.json_files import JsonObject, read_json
 from tests.kit import each_row, random_target, tiny_target_config
+from tests.weights import test_hf_config as hf
 
 WRONG = (None, "", "x", "4", -1, 0, 1.5, math.nan, math.inf, 1e308)
 WRONG += ([], [1], {}, {"x": 1}, True, 2**70)
 LINEAR = {"type": "linear", "factor": 4.0}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 512,
-}
+LLAMA3 = {"rope_type": "llama3", **hf.LLAMA3}
 YARN = {
     "rope_type": "yarn",
     "factor": 4.0,
@@ -46,34 +41,18 @@ LONGROPE = {
         "long_factor": [1.0, 2.0, 4.0],
     },
 }
-BASE = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 101,
-    "hidden_size": 36,
-    "intermediate_size": 53,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
+ABSENT = "rope_scaling", "rope_parameters", "rope_condense_ratio", "partial_rotary_factor"
+ABSENT += "auto_map", "quantization_config", "dtype", "sliding_window"
+BASE = hf.BASE | {
+    **dict.fromkeys(ABSENT),
     "head_dim": 6,
-    "max_position_embeddings": 1024,
     "max_sequence_length": 1024,
-    "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
-    "rope_scaling": None,
-    "rope_parameters": None,
-    "rope_condense_ratio": None,
-    "partial_rotary_factor": None,
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
-    "auto_map": None,
-    "quantization_config": None,
     "tie_word_embeddings": False,
-    "torch_dtype": "float32",
-    "dtype": None,
     "eos_token_id": [2, 3],
-    "sliding_window": None,
     "use_sliding_window": False,
     "longspec_window": 512,
 }

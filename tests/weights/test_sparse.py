@@ -29,7 +29,6 @@ QWEN3_30B_A3B = QWEN_3 | dict(
     num_key_value_heads=4,
     router_aux_loss_coef=0.001,
 )
-
 GPT_OSS_20B = dict(
     architectures=["GptOssForCausalLM"],
     model_type="gpt_oss",

@@ -145,79 +145,67 @@ def test_files_of_speculators_come_back_with_the_same_tensors(tmp_path: Path) ->
         assert again == draft
 
 
-REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "target of hidden_size=48, the target has hidden_size=36": (
-        "speculators",
-        dict(target_hidden_size=48),
-    ),
-    "num_target_layers=36, the target has 8 layers": ("z-lab", dict(num_target_layers=36)),
-    "[1, 4, 8] must be layers of the target, -1 to 7: it has 8 layers, and DeepSpec counts the "
-    "hidden states that leave": ("DeepSpec, DSpark", dict(target_layer_ids=[1, 4, 8])),
-    "speculators_model_type='mtp' must be 'dflash', 'dspark' or 'dflash2'": (
-        "speculators",
-        dict(speculators_model_type="mtp"),
-    ),
-    "the file has DFlash2DraftModel, which drafts of DFlash 2 have, and lacks "
-    "conv_kernel_size, conv_group_size, selector_rank, selector_top_k": (
-        "z-lab",
-        dict(architectures=["DFlash2DraftModel"]),
-    ),
-    "the file has selector_rank, which drafts of DFlash 2 have, and lacks conv_kernel_size": (
-        "z-lab",
-        dict(dflash_config=dict(mask_token_id=5, target_layer_ids=[1, 3], selector_rank=256)),
-    ),
-    "missing layers.0.attention_conv.base_kernel (2, 2, 36)": (
-        "z-lab",
-        dict(conv_kernel_size=2, conv_group_size=4, selector_rank=5, selector_top_k=7),
-    ),
-    "conv_group_size=16 a divisor of hidden_size=36": (
-        "speculators, DFlash 2",
-        dict(conv_group_size=16),
-    ),
-    "conv_kernel_size=5 must be at most block_size=4": (
-        "speculators, DFlash 2",
-        dict(conv_kernel_size=5),
-    ),
-    "a selector is not used with": ("speculators, DFlash 2", dict(draft_vocab_size=60)),
-    "causal_head=True is not supported outside of dflash_config": ("z-lab", dict(causal_head=True)),
-    "causal_head=1 must be true or false": (
-        "z-lab",
-        dict(dflash_config=dict(mask_token_id=5, causal_head=1)),
-    ),
-    "causal=False contradicts causal_head=True of the same file": (
-        "z-lab",
-        dict(dflash_config=dict(mask_token_id=5, causal_head=True, causal=False)),
-    ),
-    "is_causal=False contradicts causal_head=True of the same file": (
-        "JetSpec",
-        dict(is_causal=False),
-    ),
-    "output_multiplier=0.19 is not supported": ("z-lab", dict(output_multiplier=0.19)),
-    "input_embedding_scale=60.0 is not supported": (
-        "z-lab",
-        dict(dflash_config=dict(mask_token_id=5, input_embedding_scale=60.0)),
-    ),
-    "projector_type='domino' must be dflash or dspark": (
-        "z-lab",
-        dict(dflash_config=dict(mask_token_id=5, projector_type="domino")),
-    ),
-    "mask_token_id": ("DeepSpec, DSpark", dict(mask_token_id=101)),
-    "the file lacks block_size": ("z-lab", dict(block_size=None)),
-    "missing markov_head.markov_w1.weight (101, 4)": ("DeepSpec, DFlash", dict(markov_rank=4)),
-    "unexpected confidence_head.proj.weight (1, 40)": (
-        "DeepSpec, DSpark",
-        dict(enable_confidence_head=False),
-    ),
-    "must be one of vanilla, gated, rnn": ("DeepSpec, DSpark", dict(markov_head_type="lstm")),
-    "attention_bias=True is not supported": ("z-lab", dict(attention_bias=True)),
+REFUSED: dict[str, dict[str, dict[str, Any]]] = {
+    "speculators": {
+        "target of hidden_size=48, the target has hidden_size=36": dict(target_hidden_size=48),
+        "speculators_model_type='mtp' must be 'dflash', 'dspark' or 'dflash2'": dict(
+            speculators_model_type="mtp"
+        ),
+    },
+    "z-lab": {
+        "num_target_layers=36, the target has 8 layers": dict(num_target_layers=36),
+        "the file has DFlash2DraftModel, which drafts of DFlash 2 have, and lacks "
+        "conv_kernel_size, conv_group_size, selector_rank, selector_top_k": dict(
+            architectures=["DFlash2DraftModel"]
+        ),
+        "the file has selector_rank, which drafts of DFlash 2 have, and lacks conv_ker": dict(
+            dflash_config=dict(mask_token_id=5, target_layer_ids=[1, 3], selector_rank=256)
+        ),
+        "missing layers.0.attention_conv.base_kernel (2, 2, 36)": dict(
+            conv_kernel_size=2, conv_group_size=4, selector_rank=5, selector_top_k=7
+        ),
+        "causal_head=True is not supported outside of dflash_config": dict(causal_head=True),
+        "causal_head=1 must be true or false": dict(
+            dflash_config=dict(mask_token_id=5, causal_head=1)
+        ),
+        "causal=False contradicts causal_head=True of the same file": dict(
+            dflash_config=dict(mask_token_id=5, causal_head=True, causal=False)
+        ),
+        "output_multiplier=0.19 is not supported": dict(output_multiplier=0.19),
+        "input_embedding_scale=60.0 is not supported": dict(
+            dflash_config=dict(mask_token_id=5, input_embedding_scale=60.0)
+        ),
+        "projector_type='domino' must be dflash or dspark": dict(
+            dflash_config=dict(mask_token_id=5, projector_type="domino")
+        ),
+        "the file lacks block_size": dict(block_size=None),
+        "attention_bias=True is not supported": dict(attention_bias=True),
+    },
+    "DeepSpec, DSpark": {
+        "[1, 4, 8] must be layers of the target, -1 to 7: it has 8 layers, and DeepSpec counts the "
+        "hidden states that leave": dict(target_layer_ids=[1, 4, 8]),
+        "mask_token_id": dict(mask_token_id=101),
+        "unexpected confidence_head.proj.weight (1, 40)": dict(enable_confidence_head=False),
+        "must be one of vanilla, gated, rnn": dict(markov_head_type="lstm"),
+    },
+    "speculators, DFlash 2": {
+        "conv_group_size=16 a divisor of hidden_size=36": dict(conv_group_size=16),
+        "conv_kernel_size=5 must be at most block_size=4": dict(conv_kernel_size=5),
+        "a selector is not used with": dict(draft_vocab_size=60),
+    },
+    "JetSpec": {
+        "is_causal=False contradicts causal_head=True of the same file": dict(is_causal=False),
+    },
+    "DeepSpec, DFlash": {
+        "missing markov_head.markov_w1.weight (101, 4)": dict(markov_rank=4),
+    },
 }
-"""Words of the refusal, the draft, and the keys of its file that are changed."""
+"""Of every draft: words of the refusal, and the keys of its file that are changed."""
 
 
-@each_row("words", REFUSED)
-def test_refusals(words: str, tmp_path: Path) -> None:
-    name, changes = REFUSED[words]
-    folder = _saved(tmp_path, name, **changes)
+@each_row(("name", "words"), [(name, words) for name in REFUSED for words in REFUSED[name]])
+def test_refusals(name: str, words: str, tmp_path: Path) -> None:
+    folder = _saved(tmp_path, name, **REFUSED[name][words])
     with pytest.raises(ValueError, match=re.escape(words)):
         load(folder, TARGET)
 

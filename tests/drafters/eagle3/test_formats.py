@@ -237,47 +237,37 @@ def _one_more(tensors: dict[str, np.ndarray]) -> None:
     tensors["t2d"] = tensors["t2d"] | (np.arange(101) == np.flatnonzero(~tensors["t2d"])[0])
 
 
-REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "target of hidden_size=48, the target has hidden_size=36": (
-        "authors",
-        dict(target_hidden_size=48),
-    ),
-    "[1, 4, 8] must be layers of the target, -1 to 7: it has 8 layers, and SpecForge counts "
-    "the hidden states that leave": (
-        "SpecForge",
-        dict(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 4, 8]}),
-    ),
-    "[1, 4, 9] must be layers of the target, 0 to 8: it has 8 layers, and speculators counts "
-    "the hidden states that enter": (
-        "speculators",
-        dict(eagle_aux_hidden_state_layer_ids=[1, 4, 9]),
-    ),
-    "enter the layers 2,4,5, which is layers=1,3,4; written by SpecForge it means the hidden "
-    "states that leave the layers 2,4,5, layers=2,4,5": (
-        "SpecForge",
-        dict(eagle_config=None, eagle_aux_hidden_state_layer_ids=[2, 4, 5]),
-    ),
-    "(target_layer_ids) the draft is written as DeepSpec writes it, with tensors "
-    "layers.0.*; its weights have midlayer.*, as of the authors' code, SpecForge": (
-        "SpecForge",
-        dict(target_layer_ids=[1, 3, 4]),
-    ),
-    "speculators_model_type='dflash' is not supported, only 'eagle3'": (
-        "speculators",
-        dict(speculators_model_type="dflash"),
-    ),
-    "missing fc_norm.0.weight (36,)": ("SpecForge", dict(fc_norm=True)),
-    "num_hidden_layers=2": ("authors", dict(num_hidden_layers=2)),
-    "rope_theta=500000.0 is not used by a file whose layers are in transformer_layer_config": (
-        "speculators",
-        dict(rope_theta=5e5),
-    ),
-    "rotary_emb_base=500000.0 is not used by the rotary embedding": (
-        "SpecForge",
-        dict(rotary_emb_base=5e5),
-    ),
+REFUSED: dict[str, dict[str, dict[str, Any]]] = {
+    "authors": {
+        "target of hidden_size=48, the target has hidden_size=36": dict(target_hidden_size=48),
+        "num_hidden_layers=2": dict(num_hidden_layers=2),
+    },
+    "SpecForge": {
+        "[1, 4, 8] must be layers of the target, -1 to 7: it has 8 layers, and SpecForge counts "
+        "the hidden states that leave": dict(
+            eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 4, 8]}
+        ),
+        "enter the layers 2,4,5, which is layers=1,3,4; written by SpecForge it means the hidden "
+        "states that leave the layers 2,4,5, layers=2,4,5": dict(
+            eagle_config=None, eagle_aux_hidden_state_layer_ids=[2, 4, 5]
+        ),
+        "(target_layer_ids) the draft is written as DeepSpec writes it, with tensors "
+        "layers.0.*; its weights have midlayer.*, as of the authors' code, SpecForge": dict(
+            target_layer_ids=[1, 3, 4]
+        ),
+        "missing fc_norm.0.weight (36,)": dict(fc_norm=True),
+        "rotary_emb_base=500000.0 is not used by the rotary embedding": dict(rotary_emb_base=5e5),
+    },
+    "speculators": {
+        "[1, 4, 9] must be layers of the target, 0 to 8: it has 8 layers, and speculators counts "
+        "the hidden states that enter": dict(eagle_aux_hidden_state_layer_ids=[1, 4, 9]),
+        "speculators_model_type='dflash' is not supported, only 'eagle3'": dict(
+            speculators_model_type="dflash"
+        ),
+        "rope_theta=500000.0 is not used by a file whose layers are in": dict(rope_theta=5e5),
+    },
 }
-"""Words of the refusal, the draft, and the keys of its file that are changed."""
+"""Of every draft: words of the refusal, and the keys of its file that are changed."""
 DAMAGED: dict[str, Callable[[dict[str, np.ndarray]], Any]] = {
     "num_hidden_layers=8 is not supported: one layer is, and the weights have layers.1.*": (
         lambda tensors: tensors.update({"layers.1.mlp.up_proj.weight": np.ones((29, 36))})
@@ -289,11 +279,11 @@ DAMAGED: dict[str, Callable[[dict[str, np.ndarray]], Any]] = {
 """Words of the refusal, and what is changed in the tensors of the authors' draft."""
 
 
-@each_row("words", REFUSED)
-def test_refusals(words: str, tmp_path: Path) -> None:
-    name, changes = REFUSED[words]
+@each_row(("name", "words"), [(name, words) for name in REFUSED for words in REFUSED[name]])
+def test_refusals(name: str, words: str, tmp_path: Path) -> None:
+    folder = _saved(tmp_path, name, **REFUSED[name][words])
     with pytest.raises(ValueError, match=re.escape(words)):
-        load(_saved(tmp_path, name, **changes), TARGET)
+        load(folder, TARGET)
 
 
 @each_row("words", DAMAGED)

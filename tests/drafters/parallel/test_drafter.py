@@ -67,8 +67,8 @@ def test_logits_at_every_node_are_those_of_the_definition(state: Any, tmp_path: 
     layer = DRAFT.layer
     oracle = ParallelOracle(
         {name: torch.from_numpy(tensor) for name, tensor in stored.items()},
-        *(DRAFT.num_layers, layer.num_heads, layer.num_kv_heads, layer.window),
-        *(layer.norm_eps, layer.rope_theta),
+        *(layer.num_heads, layer.num_kv_heads, layer.window),
+        *(layer.norm_eps, layer.rope_theta, DRAFT.num_layers),
     )
     tree, heard = _proposed(DRAFTER, bound(), state)
     embedding, head = (torch.from_numpy(np.array(MODEL[name])) for name in ("embedding", "head"))
@@ -76,7 +76,7 @@ def test_logits_at_every_node_are_those_of_the_definition(state: Any, tmp_path: 
     first = np.array([0, 1, 3, 6])
     for b, length in enumerate(LENGTHS):
         text = embedding[torch.from_numpy(TOKENS[b])]
-        hidden = oracle.hidden(
+        hidden = oracle.slots(
             *(text[length], text[:length], torch.arange(length + DRAFT.block)),
             *(each[b, :, :length].transpose(0, 1) for each in (keys, values)),
         )

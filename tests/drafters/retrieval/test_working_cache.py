@@ -25,13 +25,7 @@ from longspec_jax.drafters.small_lm import SmallLMDrafter, SmallLMOptions
 from longspec_jax.ops.attention.operands import Prefix
 from longspec_jax.ops.selection.blocks import BlockBudget
 from tests.decoding import lossless
-from tests.kit import (
-    each_row,
-    in_tiers,
-    random_target,
-    tiny_target_config,
-    view_of,
-)
+from tests.kit import each_row, in_tiers, random_target, tiny_target_config, view_of
 
 ONE_LAYER = tiny_target_config(num_layers=1)
 SLOTS, CHUNK = 256, 8

@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 
 from infer.eval.config import EvalConfig
-from infer.eval.prompts import (
-    Asked,
-    PreparedTask,
-    Target,
-    longspec_prompt,
-    prepare,
-)
+from infer.eval.prompts import Asked, PreparedTask, Target, longspec_prompt, prepare
 from infer.eval.tasks import DEPTHS, DIGITS, SENTENCE, SUITE, TASKS, Sample, needle_document
 from longspec_jax.embedded import DEMO
 from longspec_jax.loading import load_tokenizer

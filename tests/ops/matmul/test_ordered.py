@@ -11,14 +11,7 @@ from longspec_jax.ops import hardware, layer
 from longspec_jax.ops.matmul import ordered, ordered_mosaic, ordered_tiles
 from longspec_jax.ops.matmul.ordered_tiles import MatmulTile, head_tile, matmul_tile
 from tests.kit import TOLERANCE, each_row, hopper_or_skip, normal, relative_error
-from tests.ops.matmul.published import (
-    EVERY_KIND,
-    EXTRA_HEADS,
-    PUBLISHED,
-    Weights,
-    drawn,
-    product,
-)
+from tests.ops.matmul.published import EVERY_KIND, EXTRA_HEADS, PUBLISHED, Weights, drawn, product
 from tests.ops.matmul.test_few_rows import DTYPES, exact, silu
 
 

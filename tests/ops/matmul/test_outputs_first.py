@@ -12,14 +12,7 @@ from longspec_jax import LongSpec
 from longspec_jax.ops.matmul import few_rows, outputs_first
 from longspec_jax.ops.matmul.outputs_first import OutputsFirst
 from longspec_jax.weights import hf
-from tests.kit import (
-    TOLERANCE,
-    each_row,
-    normal,
-    random_target,
-    relative_error,
-    tiny_target_config,
-)
+from tests.kit import TOLERANCE, each_row, normal, random_target, relative_error, tiny_target_config
 
 PROMPT = np.arange(1, 8)
 

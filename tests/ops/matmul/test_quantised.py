@@ -8,9 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from longspec_jax.models.layers import Projection
-from longspec_jax.ops.matmul.quantised import (
-    quantised_matmul,
-)
+from longspec_jax.ops.matmul.quantised import quantised_matmul
 from longspec_jax.ops.matmul.quantised_weights import E2M1, QuantisedMatrix
 from tests.kit import ALL_PASSES, each_row
 

@@ -18,40 +18,31 @@ from train.data.tokens import encode, read_encoded, train_tokenizer, write_encod
 
 SYSTEM = ("system", "You are a helpful assistant")
 PARALLEL = {"article": ["one", "two"], "abstract": ["1", "2"]}
+SUMMARISE = "Please summarize the following article: "
+
+
+def turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def asked(*texts: str) -> list[tuple[str, str]]:
+    """Questions and answers behind the usual system prompt."""
+    return [SYSTEM, *zip(("user", "assistant") * (len(texts) // 2), texts, strict=True)]
+
+
 ROWS: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
     "target": ({"target": "a text", "source": "x"}, [("", "a text")]),
     "text": ({"text": "a {text}", "source": "code"}, [("", "a {text}")]),
-    "article": (
-        {"article": "long", "abstract": "short"},
-        [SYSTEM, ("user", "Please summarize the following article: long"), ("assistant", "short")],
-    ),
-    "articles": (
-        PARALLEL,
-        [
-            SYSTEM,
-            ("user", "Please summarize the following article: one"),
-            ("assistant", "1"),
-            ("user", "Please summarize the following article: two"),
-            ("assistant", "2"),
-        ],
-    ),
+    "article": ({"article": "long", "abstract": "short"}, asked(f"{SUMMARISE}long", "short")),
+    "articles": (PARALLEL, asked(f"{SUMMARISE}one", "1", f"{SUMMARISE}two", "2")),
     "conversation": (
-        {
-            "conversation": [
-                {"role": "user", "content": "hi"},
-                {"role": "assistant", "content": "!"},
-            ]
-        },
+        {"conversation": [turn("user", "hi"), turn("assistant", "!")]},
         [("user", "hi"), ("assistant", "!")],
     ),
     "messages": (
         {
             "prompt": "hi",
-            "messages": [
-                {"role": "system", "content": "be"},
-                {"role": "user", "content": "hi"},
-                {"role": "assistant", "content": "!"},
-            ],
+            "messages": [turn("system", "be"), turn("user", "hi"), turn("assistant", "!")],
         },
         [("system", "be"), ("user", "hi"), ("assistant", "!")],
     ),
@@ -61,54 +52,38 @@ ROWS: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
             "conversations": [
                 {"from": "human", "value": "hi", "role": None},
                 {"from": "gpt", "value": "!"},
-                {"role": "user", "content": "more"},
+                turn("user", "more"),
             ],
         },
         [("user", "hi"), ("assistant", "!"), ("user", "more")],
     ),
-    "reasoning": ({"problem": "1+1", "qwq": "2"}, [SYSTEM, ("user", "1+1"), ("assistant", "2")]),
+    "reasoning": ({"problem": "1+1", "qwq": "2"}, asked("1+1", "2")),
     "report": (
         {"report": "R", "summary": "S"},
-        [
-            SYSTEM,
-            (
-                "user",
-                "You are given a report by a government agency. Write a one-page summary of the "
-                "report.\n\nReport:\nR\n\nNow, write a one-page summary of the report.",
-            ),
-            ("assistant", "Summary: S"),
-        ],
+        asked(
+            "You are given a report by a government agency. Write a one-page summary of the "
+            "report.\n\nReport:\nR\n\nNow, write a one-page summary of the report.",
+            "Summary: S",
+        ),
     ),
     "news": (
         {"document": "N", "summary": "S"},
-        [
-            SYSTEM,
-            (
-                "user",
-                "You are given several news passages. Write a one-page summary of all news."
-                "\n\nNews:\nN\n\nNow, write a one-page summary of all the news.",
-            ),
-            ("assistant", "Summary: S"),
-        ],
+        asked(
+            "You are given several news passages. Write a one-page summary of all news."
+            "\n\nNews:\nN\n\nNow, write a one-page summary of all the news.",
+            "Summary: S",
+        ),
     ),
     "meeting": (
         {"transcript": "T", "summary": "S"},
-        [
-            SYSTEM,
-            ("user", "You are given a meeting transcript. Write a summary of the transcript.\n\nT"),
-            ("assistant", "S"),
-        ],
+        asked("You are given a meeting transcript. Write a summary of the transcript.\n\nT", "S"),
     ),
     "code": (
         {"prefix": "def f({x}):", "suffix": "return {x}"},
-        [
-            SYSTEM,
-            (
-                "user",
-                "Please complete the code given below.\ndef f({x}):\nNow, complete the code given.",
-            ),
-            ("assistant", "return {x}"),
-        ],
+        asked(
+            "Please complete the code given below.\ndef f({x}):\nNow, complete the code given.",
+            "return {x}",
+        ),
     ),
 }
 

@@ -54,7 +54,7 @@ def whole(share: float) -> tiny.Trained:
 @pytest.mark.parametrize("share", in_tiers([0.0, 0.7], 0.7), ids=["text", "distilled"])
 def test_four_steps_are_those_of_pytorch(share: float, tmp_path: Path) -> None:
     """Loss, norm of the gradient, and parameters, at moved positions and with every shift."""
-    from tests.models.parallel_oracle import ParallelOracle, torch
+    from tests.models.parallel_oracle import DraftOracle, torch
 
     one = whole(share)
     objective = one.begun.trainer.objective(STAGE, 30, 0)
@@ -66,36 +66,12 @@ def test_four_steps_are_those_of_pytorch(share: float, tmp_path: Path) -> None:
         for name, each in stored.items()
         if name not in tiny.UNREAD
     }
-    oracle = ParallelOracle(
-        draft, 1, layer.num_heads, layer.num_kv_heads, WINDOW, layer.norm_eps, layer.rope_theta
+    oracle = DraftOracle(
+        draft, layer.num_heads, layer.num_kv_heads, WINDOW, layer.norm_eps, layer.rope_theta
     )
     embedding, head = (torch.tensor(np.array(tiny.FROZEN[name])) for name in ("embedding", "head"))
     target = jax.jit(lambda tokens, at: run_target(tiny.TARGET, tiny.FROZEN, tokens, at))
     moved, shifts = [], set()
-
-    def attend(q: Any, keys: Any, values: Any, seen: Any) -> Any:
-        """Of a row; a query that sees nothing gets zeros."""
-        keys, values = (each.repeat_interleave(2, dim=1) for each in (keys, values))
-        scores = torch.einsum("qhw,khw->hqk", q, keys) / q.shape[-1] ** 0.5
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num()
-        return torch.einsum("hqk,khw->qhw", weights, values).flatten(1)
-
-    def logits(x: Any, at: Any, keys: Any, values: Any, shift: int) -> Any:
-        """Of a row: a token sees itself and 5 before it, and the target up to ``shift`` behind."""
-        behind = torch.arange(len(x))[:, None] - torch.arange(len(x))
-        normed = oracle.norm(x, "input_layernorm")
-        q, k, v = (oracle.split(normed, f"self_attn.{part}_proj") for part in "qkv")
-        near = (behind >= 0) & (behind <= WINDOW)
-        found = attend(oracle.rotate(q, at), oracle.rotate(k, at), v, near)
-        x = x + found @ draft["self_attn.o_proj.weight"].T
-        normed = oracle.norm(x, "post_self_attention_layernorm")
-        q = oracle.rotate(oracle.split(normed, "cross_attn.q_proj"), at)
-        found = attend(q, keys, values, behind >= shift)
-        x = x + found @ draft["cross_attn.o_proj.weight"].T
-        normed = oracle.norm(x, "post_cross_attention_layernorm")
-        gate, up, down = (draft[f"mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
-        x = x + (torch.nn.functional.silu(normed @ gate.T) * (normed @ up.T)) @ down.T
-        return x @ head.T
 
     def loss(step: int) -> Any:
         key = jax.random.fold_in(jax.random.key(tiny.SEED), step)
@@ -108,7 +84,8 @@ def test_four_steps_are_those_of_pytorch(share: float, tmp_path: Path) -> None:
             moved.append(at.max() >= STAGE.seq_len)
             shifts.add(shift)
             tokens = torch.tensor(np.array(DATA.tokens[a, b])).long()
-            found = logits(embedding[tokens], torch.tensor(np.array(at)), keys, values, shift)
+            rows = embedding[tokens], torch.tensor(np.array(at)), keys, values
+            found = oracle.hidden(*rows, shift) @ head.T
             logs, aim = found[:-1].log_softmax(-1), (hidden[:-1] @ head.T).softmax(-1)
             text = -logs.gather(-1, tokens[1:, None])[:, 0]
             divergence = (aim * (aim.log() - logs)).sum(-1)
@@ -274,47 +251,6 @@ def test_draws_are_functions_of_the_key() -> None:
 
     assert jnp.array_equal(draw(1), draw(1)) and not jnp.array_equal(draw(1), draw(2))
     assert jnp.array_equal(plain_positions((2, 3), 5)[1, 2], jnp.arange(5))
-
-
-def dense_shifted(q: jax.Array, k: jax.Array, v: jax.Array, shift: jax.Array) -> jax.Array:
-    """The meaning: query ``t`` sees keys ``<= t - shift``, and nothing gives zero."""
-    groups = q.shape[2] // k.shape[2]
-    k, v = (jnp.repeat(part, groups, axis=2) for part in (k, v))
-    index = jnp.arange(q.shape[1])
-    seen = (index[None, :, None] - index[None, None, :] >= shift[:, None, None])[:, None]
-    scores = jnp.einsum("BTNH,BSNH->BNTS", q, k) / np.sqrt(q.shape[-1])
-    weights = jnp.exp(scores - jnp.max(scores, -1, keepdims=True)) * seen
-    total = weights.sum(-1, keepdims=True)
-    weights = weights / jnp.where(total > 0, total, 1.0)
-    return jnp.einsum("BNTS,BSNH->BTNH", weights, v)
-
-
-def test_shifted_attention_means_a_shifted_causal_mask() -> None:
-    keys = jax.random.split(jax.random.key(1), 4)
-    q = jax.random.normal(keys[0], (4, 11, 6, 8))
-    k, v = (jax.random.normal(key, (4, 11, 2, 8)) for key in keys[1:3])
-    cotangent = jax.random.normal(keys[3], q.shape)
-    shift = jnp.asarray([1, 2, 3, 4])
-
-    @jax.jit
-    def with_gradients(q: jax.Array) -> tuple[jax.Array, ...]:
-        actual, pull = jax.vjp(lambda q: shifted_attention(q, k, v, shift), q)
-        expected, dense_pull = jax.vjp(lambda q: dense_shifted(q, k, v, shift), q)
-        return actual, expected, *pull(cotangent), *dense_pull(cotangent)
-
-    actual, expected, gradient, dense_gradient = with_gradients(q)
-    assert relative_error(actual, expected) < 1e-5
-    assert relative_error(gradient, dense_gradient) < 1e-5
-    for row in range(4):
-        assert not np.any(actual[row, : row + 1]), "rows before the shift see nothing"
-
-
-def test_one_program_serves_every_shift() -> None:
-    q, k = jnp.ones((2, 7, 2, 4)), jnp.ones((2, 7, 1, 4))
-    attend = jax.jit(shifted_attention)
-    for shift in (1, 2, 3, 4):
-        attend(q, k, k, jnp.full((2,), shift))
-    assert attend._cache_size() == 1
 
 
 TARGET = dataclasses.replace(

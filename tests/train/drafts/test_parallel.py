@@ -43,7 +43,7 @@ def oracle_rows(oracle: Any, anchors: Any, tokens: Any, places: Any, view: Any) 
     for anchor in map(int, anchors):
         slots = np.arange(anchor, min(anchor + 4, len(tokens) - 1))
         at = torch.cat([torch.arange(anchor), torch.arange(anchor, anchor + 4).clamp(max=12)])
-        found = oracle.hidden(
+        found = oracle.slots(
             text[anchor], text[:anchor], places[at], keys[:anchor], values[:anchor]
         )
         logits = found[: len(slots)] @ head.T + oracle.correction(tokens[slots].tolist())
@@ -83,7 +83,7 @@ def test_four_steps_are_those_of_an_implementation_in_pytorch(
         if name not in tiny.UNREAD
     }
     oracle = ParallelOracle(
-        draft, 2, layer.num_heads, layer.num_kv_heads, 5, layer.norm_eps, layer.rope_theta
+        draft, layer.num_heads, layer.num_kv_heads, 5, layer.norm_eps, layer.rope_theta, 2
     )
     view = jax.jit(lambda tokens, at: run_target(tiny.TARGET, tiny.FROZEN, tokens, at)[:3])
 
