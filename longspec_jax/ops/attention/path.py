@@ -72,9 +72,9 @@ def attending_warpgroups(rows: int, groups: int, narrow: bool) -> int:
     return 2 if rows > WARPGROUP_ROWS or (narrow and groups == 1) else 1
 
 
-def span(window: int | None) -> int | None:
-    """Slots before the recent tokens that a window shows; None without one, which shows all."""
-    return None if window is None else window - 1 - RECENT
+def span(window: int) -> int:
+    """Slots before the recent tokens that a window shows."""
+    return window - 1 - RECENT
 
 
 def window_splits(window: int, slots: int, most: int) -> tuple[int, int]:

@@ -102,11 +102,12 @@ def path_attention(
     row = jnp.arange(batch) if prefix.cache_rows is None else prefix.cache_rows
     count = splits_of(kv_heads)
     if window is None:
-        split = split_of(length, kv_heads)
+        shown, split = None, split_of(length, kv_heads)
         bounds = [row.astype(jnp.int32), limit.max(axis=1), split]
     else:
         size, count = window_splits(window, SLOTS, count)
-        oldest = jnp.maximum(limit.min(axis=1) - span(window), 0)
+        shown = span(window)
+        oldest = jnp.maximum(limit.min(axis=1) - shown, 0)
         bounds = [row.astype(jnp.int32), limit.max(axis=1), jnp.full_like(length, size), oldest]
     bounds = jnp.stack(bounds, axis=1)
     seen, keys, values = _recent(prefix, fresh, length, depth, row, window)
@@ -115,9 +116,7 @@ def path_attention(
     rows = jnp.pad(packed, ((0, 0), (0, 0), (0, missing), (0, 0)))
     limit = jnp.pad(jnp.repeat(limit, groups, axis=1), ((0, 0), (0, missing)))
     cached, scores = (prefix.keys, prefix.values), Scores(factor, cap)
-    splits = attend_in_splits(
-        bounds, rows, *cached, limit, scores=scores, count=count, span=span(window)
-    )
+    splits = attend_in_splits(bounds, rows, *cached, limit, scores=scores, count=count, span=shown)
     each = q.reshape(batch, tokens, kv_heads, groups, width)
     # A copy takes four groups of eight rows and 64 columns, and more.
     missing = MAX_GROUP * (2 if width == 64 else 1) - groups
@@ -258,7 +257,7 @@ def _split_kernel(
     if causal:
         last = (row_tile + 1) * WARPGROUP_ROWS - 1
         most = jnp.minimum(most, jax.lax.div(last, jnp.int32(causal)) + 1)
-    lower = split * size
+    lower, oldest = split * size, None
     end = lower + size
     if span is not None:
         # The first split is that of the first position that a row sees, whose step is its first.
@@ -293,7 +292,7 @@ def _split_kernel(
         # All have read the place of the step before.
         fetch(step + stages - 1)
         place, first = jax.lax.rem(step, jnp.int32(stages)), lower + step * SLOTS
-        if span is None:
+        if oldest is None:
             pl.when(first + SLOTS > most)(lambda: _silence(v_smem.at[place], most - first))
         else:
             ragged = jnp.logical_or(first + SLOTS > most, first < oldest)

@@ -129,7 +129,7 @@ def path_attention(
         splits=splits,
         scale=factor,
         parts=parts,
-        span=span(window),
+        span=None if window is None else span(window),
         cap=cap,
     )
     limit = _packed(limit, groups, padded, 0)

@@ -225,12 +225,9 @@ class Attention(Program):
             return
         # Every step of a window is masked; only the first and the last ones have such values.
         first, seen = step * self.tile.slots, share.part.seen
-        ragged = jnp.logical_or(first + self.tile.slots > seen, first < self.before(item, share))
+        hidden = first < item.oldest - share.part.lower
+        ragged = jnp.logical_or(first + self.tile.slots > seen, hidden)
         pl.when(ragged)(lambda: self.silence_some(item, share, step))
-
-    def before(self, item: Item, share: Share) -> jax.Array:
-        """Slots of a split before the window of any row; not positive where there are none."""
-        return item.oldest - share.part.lower
 
     def silence_some(self, item: Item, share: Share, step: jax.Array) -> None:
         """Zero such values of a step that has some."""
@@ -244,7 +241,7 @@ class Attention(Program):
             slot = row + step * self.tile.slots
             seen = slot < share.part.seen
             if item.oldest is not None:
-                seen = jnp.logical_and(seen, slot >= self.before(item, share))
+                seen = jnp.logical_and(seen, slot >= item.oldest - share.part.lower)
             values[...] = jnp.where(seen, block, jnp.zeros_like(block))
             plgpu.commit_smem()
 
