@@ -4,7 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.decoding.adjustments import Adjustments, adjust, among
@@ -47,11 +47,6 @@ class RoundNoise:
         are accepted often. Penalties are those of the committed tokens.
         """
         return perturb(self._adjusted(logits), self.noise[:, depth : depth + 1], self.sampling)
-
-    @property
-    def sampled(self) -> Bool[Array, " B"]:
-        """Which rows draw at a temperature above 0."""
-        return self.sampling.temperature >= TINY
 
     def chances(
         self, likely: Float[Array, "B w levels"], tokens: Int[Array, "B w levels"]

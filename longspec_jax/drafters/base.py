@@ -149,11 +149,6 @@ class SamplingNoise(Protocol):
         """
         ...
 
-    @property
-    def sampled(self) -> Bool[Array, " B"]:
-        """Which rows draw at a temperature above 0."""
-        ...
-
     def chances(
         self, likely: Float[Array, "B w levels"], tokens: Int[Array, "B w levels"]
     ) -> Float[Array, "B w levels"]:

@@ -33,9 +33,6 @@ SHARES = np.asarray(
     np.float32,
 )
 """Share of tokens that are right by class, given that all before them on their path are."""
-SAMPLED = 0.7
-"""Factor on these shares above temperature 0, where draws leave a copied text: most of the demo's
-shares at temperature 1 are half to nine tenths of these."""
 AGREED, SINGLE, LEADS, TRAILS = range(len(SHARES))
 TRUST = 3.0
 """Tokens of a class that have to be counted to weigh as much as :data:`SHARES`."""
@@ -153,15 +150,9 @@ class Counts:
         kept = jnp.where(fresh > 0, KEPT, 1.0)
         return Counts(kept * self.tried + fresh, kept * self.right + good)
 
-    def likely(self, found: Found, sampled: Bool[Array, " B"]) -> Float[Array, "B C levels"]:
-        """How likely each token is, given that all before it on its path are right.
-
-        Args:
-          found: what was looked up.
-          sampled: rows that draw at a temperature, which leave a copied text sooner.
-        """
-        expected = jnp.where(sampled[:, None], SAMPLED, 1.0) * SHARES.reshape(-1)
-        share = (self.right + TRUST * expected) / (self.tried + TRUST)
+    def likely(self, found: Found) -> Float[Array, "B C levels"]:
+        """How likely each token is, given that all before it on its path are right."""
+        share = (self.right + TRUST * SHARES.reshape(-1)) / (self.tried + TRUST)
         flat = found.classes.reshape(len(share), -1)
         chosen = jnp.take_along_axis(share, jnp.maximum(flat, 0), axis=1)
         return jnp.where(flat >= 0, chosen, 0.0).reshape(found.classes.shape)

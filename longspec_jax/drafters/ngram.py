@@ -140,8 +140,7 @@ class NgramDrafter(Drafter):
         # The compiler finds that this was looked up before the round. Inside a hierarchy it was
         # not: a partial round's tokens are behind the row's.
         found = self.find(state.row.text(view.pending, view.position), view.position)
-        likely = state.counts.likely(found, noise.sampled)
-        likely = noise.chances(likely, found.tokens)
+        likely = noise.chances(state.counts.likely(found), found.tokens)
         return side_by_side(view.pending, found.tokens, path_totals(likely), self.tree)
 
     @traced_once("self")

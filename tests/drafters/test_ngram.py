@@ -32,9 +32,7 @@ def proposed(texts: list[list[int]], tree: str) -> Any:
 @partial(jax.jit, static_argnums=0)
 def _proposed(drafter: NgramDrafter, tokens: Any, pending: Any, last: Any) -> Any:
     view: Any = SimpleNamespace(pending=pending, position=last)
-    noise: Any = SimpleNamespace(
-        chances=lambda likely, tokens: likely, sampled=jnp.zeros(len(pending), bool)
-    )
+    noise: Any = SimpleNamespace(chances=lambda likely, tokens: likely)
     # Past the annotations: a view of nothing but its pending tokens.
     propose, offer = (unchecked(getattr(NgramDrafter, name)) for name in ("propose", "offer"))
     state = replace(drafter.begin(NONE, *tokens.shape), row=NgramState(tokens))
