@@ -35,7 +35,7 @@ CEILINGS: dict[str, int] = {
     "token lines of infer": 7_767,
     "token lines of train": 5_378,
     "token lines of configs": 322,
-    "token lines of tests": 39_555,
+    "token lines of tests": 39_556,
     "token lines of benchmarks and contrib": 4_195,
     "declarations of an option beyond its first": 21,
     # Of these folders but the tests: density, and types that say nothing.

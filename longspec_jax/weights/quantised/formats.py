@@ -91,14 +91,14 @@ def _compressed_tensors(part: JsonObject) -> Quantisation:
         format = _of_scheme(group, form)
         # As compressed-tensors does, exact names and patterns come before classes of modules.
         exact = [each for each in targets if each != "Linear"]
-        groups.append((0, _named(exact), format))
+        groups.append((0, _named(exact, part), format))
         if len(exact) < len(targets):
             groups.append((1, lambda name: True, format))
     if not groups:
         raise part.error("config_groups", "must name the quantised linears")
     ordered = sorted(groups, key=lambda group: group[0])
     return Quantisation(
-        part.origin, tuple(each[1:] for each in ordered), _named(part.texts("ignore"))
+        part.origin, tuple(each[1:] for each in ordered), _named(part.texts("ignore"), part)
     )
 
 
@@ -239,12 +239,12 @@ def _refuse(part: JsonObject, key: str, only: str, what: str) -> None:
         raise part.error(key, f"is not supported, only {only!r}: {what} are not read", REMEDY)
 
 
-def _named(entries: Sequence[str]) -> Matches:
+def _named(entries: Sequence[str], part: JsonObject) -> Matches:
     """Linears by exact name, class, or ``re:`` pattern, as compressed-tensors names them."""
-    patterns = [re.compile(each[3:]) for each in entries if each.startswith("re:")]
+    patterns = [_pattern(each[3:], part) for each in entries if each.startswith("re:")]
     names = set(entries)
     return lambda name: (
-        name in names or "Linear" in names or any(each.match(name) for each in patterns)
+        name in names or "Linear" in names or any(matches(name) for matches in patterns)
     )
 
 
