@@ -212,7 +212,7 @@ NEAR = LayerConfig(window=7, keys_of=0)
 
 
 def test_kinds_of_layers_that_contradict_themselves_are_refused() -> None:
-    with pytest.raises(ValueError, match="a layer with a window alone"):
+    with pytest.raises(ValueError, match="only layers with windows may have heads of their own"):
         LayerConfig(heads=HeadsConfig(2, 8))
     with pytest.raises(ValueError, match="has attention, and no own keys"):
         LayerConfig(keys_are_values=True, keys_of=0)
