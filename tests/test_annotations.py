@@ -15,7 +15,7 @@ annotations = pytest.importorskip("tests.annotations", reason="without beartype 
 def test_what_breaks_an_annotation_is_refused() -> None:
     """Of a function with a shape, of a field with one, and of a field without."""
     with pytest.raises(Exception, match="foregone"):
-        Watch.of(3, 2).after(jnp.zeros((2, 2, 2), int))
+        Watch.of(3, 2).after(0, jnp.zeros((2, 2, 2), int))
     with pytest.raises(Exception, match="known"):
         Watch(jnp.zeros((), int), jnp.zeros((4, 2)))
     with pytest.raises(Exception, match="seconds"):

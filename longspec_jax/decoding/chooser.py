@@ -91,8 +91,8 @@ class Watch:
         others = jnp.arange(len(speeds)) != candidate
         return ~(others & (speeds > needed)).any()
 
-    def after(self, foregone: Int[Array, "B K"]) -> "Watch":
-        """What is known behind a round.
+    def after(self, candidate: int, foregone: Int[Array, "B K"]) -> "Watch":
+        """What is known behind a round of a candidate.
 
         Args:
           foregone: as of :func:`longspec_jax.decoding.report.foregone`.
@@ -100,6 +100,10 @@ class Watch:
         shown, live = foregone.min(axis=0) >= 0, (foregone.max(axis=1) > 0).sum()
         mean = jnp.where(shown, foregone.sum(axis=0) / jnp.maximum(live, 1), 0.0)
         tokens, weight = KEPT * self.known[:2] + jnp.stack([mean, shown.astype(mean.dtype)])
+        before, behind = self.known[0] / self.known[1], tokens / weight
+        moved = jnp.maximum(behind + (behind - before)[candidate], 1.0) * weight
+        # Rounds of a tree without a doubt would show the one that runs: it holds that one's nodes.
+        tokens = jnp.where(shown | (self.known[4] > 0), tokens, moved)
         return replace(self, known=jnp.stack([tokens, weight, *self.known[2:]]))
 
 

@@ -12,7 +12,8 @@ candidates by about as much: it is one number, learnt from whatever runs.
 **Tokens** of a round are uncertain, and known round by round: the accepted path of one tree says
 what its smaller cuts, lookup alone and plain decoding would have emitted
 (:func:`longspec_jax.decoding.report.foregone`). So these need no rounds of their own. Older rounds
-count less.
+count less. A larger tree, which would show the one that runs, moves along with it by as many
+tokens: where lookup finds nothing, a tree that looks up among other things finds less, too.
 
 The fastest candidate, the *leader*, runs. Only what its rounds do not show needs a *look*. Looks
 cost time in which the leader would have emitted more; this *regret* may reach a small share of the
@@ -35,8 +36,8 @@ pause."""
 LOOK = 8
 """Rounds of a look: a few may emit little by chance, and the wait is the same."""
 KNOWN = 2.0
-"""Rounds for which what a candidate emitted in earlier runs counts, or a guess of it: texts differ.
-"""
+"""Rounds for which what a candidate emitted in earlier runs counts, or a guess of it: texts differ,
+but so do the rounds of one text."""
 TRUSTED = 16
 """Rounds of which the seconds are a mean: a context grows."""
 UNSURE = 16
@@ -73,6 +74,10 @@ class Estimate:
         seen, older = ~np.isnan(shown), KEPT ** len(shown)
         tokens = older * self.tokens + kept[seen] @ shown[seen]
         return replace(self, tokens=float(tokens), weight=float(older * self.weight + kept @ seen))
+
+    def moved(self, by: float) -> "Estimate":
+        """The estimate with a mean that is larger by so many tokens."""
+        return replace(self, tokens=max(self.mean + by, 1.0) * self.weight)
 
 
 @dataclass(frozen=True)
@@ -242,9 +247,16 @@ class FastestWithinBudget(Policy):
             shown = np.full((seen.rounds, len(self.estimates)), np.nan)
             shown[:, candidate] = mean
         columns = zip(after.estimates, shown.T, strict=True)
+        estimates = [each.after(column) for each, column in columns]
+        if self.estimates[candidate].weight:
+            by = estimates[candidate].mean - self.estimates[candidate].mean
+            hidden = np.isnan(shown).all(axis=0)
+            for index, each in enumerate(estimates):
+                if hidden[index] and self._shown(index, candidate):
+                    estimates[index] = each.moved(by)
         return replace(
             after,
-            estimates=tuple(each.after(column) for each, column in columns),
+            estimates=tuple(estimates),
             elapsed=self.elapsed + spent,
             regret=regret,
             running=candidate if leads else self.running,

@@ -375,15 +375,16 @@ def many_rounds(
     columns = packed_columns(drafter.tree, contents)
     empty = jnp.zeros((MOST_ROUNDS, batch, columns), jnp.int32)
 
-    watch = limit if isinstance(limit, Watch) else None
-    most = limit.rounds if isinstance(limit, Watch) else limit
+    watch, most, own = None, limit, 0
+    if isinstance(limit, Watch):
+        watch, most, own = limit, limit.rounds, contents.candidates.index(drafter)
 
     def unfinished(carry: tuple[Array, Rows, Array, Watch | None]) -> Array:
         done, rows, _, watch = carry
         going = (done < most) & ~rows.done.all()
         if watch is None:
             return going
-        return going & (watch.leads(contents.candidates.index(drafter)) | (done == 0))
+        return going & (watch.leads(own) | (done == 0))
 
     def advance(
         carry: tuple[Array, Rows, Array, Watch | None],
@@ -391,7 +392,7 @@ def many_rounds(
         done, rows, report, watch = carry
         after, emitted = spec_step(target, drafter, params, rows, kind, contents=contents)
         report = jax.lax.dynamic_update_index_in_dim(report, packed(emitted, after), done, axis=0)
-        return done + 1, after, report, watch and watch.after(emitted.more[0])
+        return done + 1, after, report, watch and watch.after(own, emitted.more[0])
 
     begin = jnp.int32(0), rows, empty, watch
     _, rows, report, _ = jax.lax.while_loop(unfinished, advance, begin)

@@ -75,6 +75,28 @@ def guessed_tokens(tree: TreeConfig) -> float:
     return FOUND * tokens if narrow and tree.lookup else tokens
 
 
+def along_with(
+    first: int, tokens: Sequence[float], trees: Sequence[TreeConfig], larger: Sequence[bool]
+) -> list[float]:
+    """What rounds may emit in a text like those behind the figures of the tree that begins.
+
+    Means of several trees are of different texts: each ran where it was the fastest. So of the
+    larger trees only what they may emit beyond the first one's is taken, which is a guess.
+
+    Args:
+      first: index of the tree that begins.
+      tokens: means of a round by each tree.
+      trees: the candidates.
+      larger: whether a tree holds the nodes of the first one.
+    """
+    return [
+        max(tokens[first] + guessed_tokens(tree) - guessed_tokens(trees[first]), 1.0)
+        if holds and index != first
+        else own
+        for index, (own, tree, holds) in enumerate(zip(tokens, trees, larger, strict=True))
+    ]
+
+
 class KnownSpeeds:
     """What this process knows of the candidates of each kind of call, measured here or kept."""
 
@@ -223,7 +245,10 @@ class Settled:
             # What texts of other processes emitted says little of this one.
             if drafter.tree in self.seen or not slower:
                 tokens[index], seconds[index] = one.tokens, usual
-        shows = shown_by(drafters, params)
+        shows, first = shown_by(drafters, params), drafters[self.first].tree
+        if first.num_levels and first in self.seen:
+            larger = [shown[self.first] for shown in shows]
+            tokens = along_with(self.first, tokens, [one.tree for one in drafters], larger)
         return FastestWithinBudget.timed(
             seconds, tokens, wait=times.wait, shows=shows, varying=weighing
         )

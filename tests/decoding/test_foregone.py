@@ -20,6 +20,7 @@ from tests.lookup import LookupDrafter
 MODEL, LOOKUP = 1, 2
 BOTH = MODEL | LOOKUP
 NOTHING = Params((), ())
+after = jax.jit(Watch.after, static_argnums=1)
 
 
 def candidates(*trees: str) -> list[Joined]:
@@ -110,7 +111,7 @@ def test_a_launch_ends_where_another_candidate_leads() -> None:
     assert choice.candidate == 1
     watch, rounds = policy.watch(choice), 0
     while jax.jit(Watch.leads, static_argnums=1)(watch, 1):
-        watch, rounds = jax.jit(Watch.after)(watch, jnp.asarray([[1, 1], [0, 0]])), rounds + 1
+        watch, rounds = after(watch, 1, jnp.asarray([[1, 1], [0, 0]])), rounds + 1
     assert 1 < rounds < 12
     shown = np.ones((rounds, 2))
     policy = policy.observe(1, Measurement(rounds, rounds, rounds, 1.5 * rounds + 0.1, shown))
@@ -118,6 +119,30 @@ def test_a_launch_ends_where_another_candidate_leads() -> None:
     np.testing.assert_allclose(watch.known[0, 1], policy.estimates[1].tokens, rtol=1e-5)
     looks = policy.watch(policy.choose()._replace(candidate=1))
     assert looks.leads(1), "a look goes on"
+
+
+def test_a_larger_tree_moves_along_with_the_one_that_runs() -> None:
+    """On the device and on the host, by as many tokens; what would not show that one stays."""
+    shown = (
+        (True, False, False, False),
+        (True, True, False, False),
+        (True, True, True, False),
+        (True, False, False, True),
+    )
+    seconds, tokens = (1.0, 1.1, 2.2, 2.0), (1.0, 7.0, 8.5, 2.5)
+    policy = FastestWithinBudget.timed(seconds, tokens, shows=shown)
+    choice = policy.choose()
+    assert choice.candidate == 1
+    watch = policy.watch(choice)
+    for _ in range(6):
+        watch = after(watch, 1, jnp.asarray([[1, 2, -1, -1]]))
+    assert watch.leads(1)
+    each = np.tile([1.0, 2.0, np.nan, np.nan], (6, 1))
+    policy = policy.observe(1, Measurement(6, 6, 12, 6.6, each))
+    _, lookup, joined, other = policy.estimates
+    assert joined.mean - lookup.mean == pytest.approx(1.5) and other.mean == pytest.approx(2.5)
+    np.testing.assert_allclose(watch.known[0], [one.tokens for one in policy.estimates], rtol=1e-5)
+    assert policy.leader == 1
 
 
 @pytest.mark.parametrize(("alone", "leader"), [(3.6, 1), (1.5, 2)])
