@@ -19,7 +19,7 @@ from longspec_jax.ops.attention.packing import LOG2_E
 from longspec_jax.ops.attention.path import ALIGNED, FETCHED, RECENT
 from longspec_jax.ops.attention.widening import widen
 from longspec_jax.ops.hardware import WARPGROUP_ROWS
-from longspec_jax.ops.mosaic import ACC, capped, load, row_product
+from longspec_jax.ops.mosaic import ACC, capped, load, product, row_product
 
 CONTRACTED = 16
 """Keys or nodes of one matrix instruction."""
@@ -344,7 +344,9 @@ class Program:
             sink = load(self.refs.sinks.at[self.kv_head, self.rows], row)
             top = jnp.maximum(top, sink)
         keep = jnp.exp2(of_recent - top)
-        acc *= jax.lax.broadcast_in_dim(keep, acc.shape, [0])
+        # The first split may be one that a window has left, and in another program one of values.
+        whole = plgpu.Layout.WGMMA
+        acc = product(acc, jax.lax.broadcast_in_dim(keep, acc.shape, [0]), whole)
         total = row_product(total, keep)
         if sink is not None:
             total += jnp.exp2(sink - top)

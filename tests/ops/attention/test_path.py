@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import jax
@@ -156,6 +157,7 @@ class Scores(NamedTuple):
 
 
 WHOLE = Scores()
+SINKS = -3.0, 0.5, 5.0
 
 
 class Text(NamedTuple):
@@ -266,3 +268,68 @@ def test_a_node_has_the_bits_of_plain_decoding(narrow, heads, kv_heads, width, n
                 *(text.q[:, at], text.prefix(position), alone, jnp.zeros((1, 1), jnp.int32))
             )
             np.testing.assert_array_equal(out[0, node], np.float32(plain)[0, 0])
+
+
+def check_bits(
+    attend: Callable[..., jax.Array],
+    text: Text,
+    positions: Iterable[int],
+    tree: tuple[int, int],
+    scores: Scores = WHOLE,
+) -> None:
+    """Right, and the same in a tree, alone, and from another row of a cache.
+
+    Args:
+      attend: the kernels.
+      text: what is attended to.
+      positions: where trees begin.
+      tree: nodes and levels of them.
+      scores: what becomes of scores.
+    """
+    window, cap = scores.window, scores.cap
+    sinks = scores.sinks and jnp.asarray(scores.sinks, text.q.dtype)
+    attend = functools.partial(attend, sinks=sinks, window=window, cap=cap)
+    for length in positions:
+        operands, along = text.tree(length, *tree, seed=length, window=window)
+        out = np.float32(attend(*operands))
+        exact = jax.tree.map(
+            lambda x: jnp.nan_to_num(x.astype(jnp.float32)) if x.dtype == jnp.bfloat16 else x,
+            operands,
+        )
+        with jax.default_matmul_precision("highest"):
+            options = dict(levels=tree[1], window=window, cap=cap, implementation="reference")
+            right = np.asarray(dispatch.path_attention(*exact, sinks, **options))
+        assert np.abs(out - right).max() <= 0.01 * np.abs(right).max()
+        end = int(path.reach(jnp.asarray([length]))[0])
+        for step, node in list(enumerate(along))[: end - length : 2]:
+            position = length + step
+            at = slice(position, position + 1)
+            alone = Fresh(text.keys[:, at], text.values[:, at], jnp.ones((1, 1, 1), bool))
+            cached = text.prefix(position, window)
+            among = (
+                jnp.full((2, *x.shape[1:]), jnp.nan, x.dtype).at[1].set(x[0])
+                for x in (cached.keys, cached.values)
+            )
+            prefix = Prefix(*among, cached.length, cache_rows=jnp.asarray([1]))
+            plain = attend(text.q[:, at], prefix, alone, jnp.zeros((1, 1), jnp.int32))
+            np.testing.assert_array_equal(out[0, node], np.float32(plain)[0, 0])
+
+
+FROM_ITS_FIRST_SLOT = 127, 128, 255, 1022, 1023, 1150, 2044, 2047, 2048
+"""Where a window of 128 or 1024 tokens begins at a split's first slot, and around it."""
+
+
+@pytest.mark.gpu
+@each_row("scores", [Scores(1024), Scores(128, SINKS), Scores(None, SINKS, 20.0)])
+@each_row(("heads", "kv_heads", "width"), [(16, 8, 256), (64, 8, 64), (32, 32, 128)])
+def test_bounded_layers_have_the_bits_of_plain_decoding(scores, heads, kv_heads, width) -> None:
+    """With windows that leave a whole split to the root and not to the deepest nodes."""
+    hopper_or_skip()
+    if scores.sinks is not None:
+        scores = scores._replace(sinks=tuple(np.resize(scores.sinks, heads)))
+    attend = jax.jit(
+        functools.partial(dispatch.path_attention, levels=16), static_argnames=("window", "cap")
+    )
+    text = Text.drawn(2200, heads, kv_heads, width)
+    for nodes in (16, 64):
+        check_bits(attend, text, FROM_ITS_FIRST_SLOT, (nodes, 5), scores)

@@ -1,69 +1,19 @@
 """Path attention without Hopper's instructions: against dense float32, and for bits."""
 
-import functools
-from collections.abc import Callable, Iterable
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from longspec_jax.decoding.cache import ring_slots
 from longspec_jax.ops import hardware
-from longspec_jax.ops.attention import dispatch, path
-from longspec_jax.ops.attention.operands import Fresh, Prefix
+from longspec_jax.ops.attention import path
 from tests.kit import each_row
-from tests.ops.attention.test_path import WHOLE, Scores, Text
+from tests.ops.attention.test_path import Scores, Text, check_bits
 from tests.ops.interpreted_ampere import interpret
 
 POSITIONS = [3, 80, 150]
 MORE_POSITIONS = [*POSITIONS, 0, 15, 16, 17, 79, 81, 127, 128, 145, 511, 512, 1023, 1100]
 """On, before and behind what bounds recent tokens, steps, splits and reaches."""
-
-
-def check_bits(
-    attend: Callable[..., jax.Array],
-    text: Text,
-    positions: Iterable[int],
-    tree: tuple[int, int],
-    scores: Scores = WHOLE,
-) -> None:
-    """Right, and the same in a tree, alone, and from another row of a cache.
-
-    Args:
-      attend: the kernels.
-      text: what is attended to.
-      positions: where trees begin.
-      tree: nodes and levels of them.
-      scores: what becomes of scores.
-    """
-    window, cap = scores.window, scores.cap
-    sinks = scores.sinks and jnp.asarray(scores.sinks, text.q.dtype)
-    attend = functools.partial(attend, sinks=sinks, window=window, cap=cap)
-    for length in positions:
-        operands, along = text.tree(length, *tree, seed=length, window=window)
-        out = np.float32(attend(*operands))
-        exact = jax.tree.map(
-            lambda x: jnp.nan_to_num(x.astype(jnp.float32)) if x.dtype == jnp.bfloat16 else x,
-            operands,
-        )
-        with jax.default_matmul_precision("highest"):
-            options = dict(levels=tree[1], window=window, cap=cap, implementation="reference")
-            right = np.asarray(dispatch.path_attention(*exact, sinks, **options))
-        assert np.abs(out - right).max() <= 0.01 * np.abs(right).max()
-        end = int(path.reach(jnp.asarray([length]))[0])
-        for step, node in list(enumerate(along))[: end - length : 2]:
-            position = length + step
-            at = slice(position, position + 1)
-            alone = Fresh(text.keys[:, at], text.values[:, at], jnp.ones((1, 1, 1), bool))
-            cached = text.prefix(position, window)
-            among = (
-                jnp.full((2, *x.shape[1:]), jnp.nan, x.dtype).at[1].set(x[0])
-                for x in (cached.keys, cached.values)
-            )
-            prefix = Prefix(*among, cached.length, cache_rows=jnp.asarray([1]))
-            plain = attend(text.q[:, at], prefix, alone, jnp.zeros((1, 1), jnp.int32))
-            np.testing.assert_array_equal(out[0, node], np.float32(plain)[0, 0])
 
 
 BOUNDED = [Scores(150), Scores(18, (1.5, -20.0)), Scores(None, (-1.0, 40.0), 5.0)]
