@@ -45,8 +45,8 @@ def choose_kernels(
     Args:
       target: the static part of the target, on the device of this process.
       wanted: whether to take them; None takes them where they serve a target in 16 bits and such
-        text was compared on a GPU: on Hopper, with heads of at most 128 numbers and no
-        recurrent layers.
+        text was compared on a GPU: on Hopper, without soft caps in attention, and over a mesh
+        without windows, sinks and heads of 256 numbers.
       quantised: whether some of its weights are, which no kernel multiplies in one order.
 
     Raises:
@@ -135,8 +135,9 @@ def _require_kernels(target: TargetModel, quantised: bool) -> bool:
             "targets with windows, soft caps, a cache in 8 bits or heads of 256 numbers, and this "
             "jax lacks them"
         )
-    compared = not (bounded or config.attention_sinks or config.recurrent_layers)
-    return hopper and config.head_width <= 128 and compared
+    alone = bounded or config.attention_sinks or config.head_width > 128
+    compared = config.attention_cap is None and (target.mesh is None or not alone)
+    return hopper and compared
 
 
 def _require_attention_kernels(config: TargetConfig) -> bool:

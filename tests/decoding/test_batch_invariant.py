@@ -104,9 +104,15 @@ def test_the_kernels_serve_one_gpu(fields: dict[str, Any], hopper: None) -> None
 
 def test_what_was_not_compared_yet_is_taken_by_name_alone(hopper: None) -> None:
     windows = dict(kinds=(LayerConfig(Rotary(), 18), LayerConfig(Rotary())), pattern=(0, 1))
-    fields = [dict(head_width=256), windows, dict(attention_sinks=True), dict(attention_cap=50.0)]
-    for target in (*[with_fields(**each) for each in fields], TargetModel(QWEN35)):
-        assert is_chosen(target, True) and not is_chosen(target, None)
+    mesh = make_mesh(data=2).abstract_mesh
+    for fields in (dict(head_width=256), windows, dict(attention_sinks=True)):
+        target = with_fields(**fields)
+        assert is_chosen(target, None)
+        spread = dataclasses.replace(target, mesh=mesh)
+        assert is_chosen(spread, True) and not is_chosen(spread, None)
+    assert is_chosen(TargetModel(QWEN35), None)
+    capped = with_fields(attention_cap=50.0)
+    assert is_chosen(capped, True) and not is_chosen(capped, None)
     assert not is_chosen(WIDE, True), "float32 is the same everywhere"
 
 

@@ -77,6 +77,7 @@ def interpret(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     monkeypatch.setattr(pl, "run_state", run_state)
     monkeypatch.setattr(prefix_attending, "ACC", Accumulator)
     monkeypatch.setattr(recent_programs, "row_product", jnp.multiply)
+    monkeypatch.setattr(recent_programs, "product", lambda left, right, _: left * right)
     monkeypatch.setattr(mosaic, "product", lambda left, right, layout: left * right)
     monkeypatch.setattr(
         widening, "widened", lambda codes, dtype, layout: float8.widened(codes, dtype)
