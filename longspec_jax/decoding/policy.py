@@ -44,6 +44,9 @@ UNSURE = 16
 """Times the wait that a launch takes if half of what its rounds took longer is believed."""
 LONGEST = 0.4
 """Seconds of a launch of many rounds, at most: the host can interrupt a run between two."""
+BLIND = 0.2
+"""The same where the leader's rounds do not show all others: meanwhile none of these is thought of.
+"""
 SHORTEST = 1e-9
 """Seconds of a round at least: a clock may not have moved between two readings."""
 
@@ -161,7 +164,8 @@ class FastestWithinBudget(Policy):
         for index in sorted(hopes, key=hopes.__getitem__, reverse=True):
             if hopes[index] > self.speed(leader) and self._pays(Choice(index, LOOK)):
                 return Choice(index, LOOK)
-        return Choice(leader, math.ceil(LONGEST / self.round_seconds(leader)))
+        longest = BLIND if hopes else LONGEST
+        return Choice(leader, math.ceil(longest / self.round_seconds(leader)))
 
     @property
     def leader(self) -> int:

@@ -265,11 +265,16 @@ def test_rows_that_come_and_go_mislead_nobody(live: Callable[[int], int]) -> Non
 
 
 def test_a_launch_takes_as_long_whatever_a_round_takes() -> None:
-    def leader_burst(seconds: float) -> int:
+    def leader_burst(seconds: float, shows: tuple[tuple[bool, bool], ...]) -> int:
         known = Estimate(seconds, 2, 1e6, 1e6)
-        return FastestWithinBudget((known, replace(known, tokens=5e5))).choose().rounds
+        return FastestWithinBudget((known, replace(known, tokens=5e5)), shows).choose().rounds
 
-    assert [leader_burst(s) for s in (0.5, 0.02, 0.004, 1e-5)] == [1, 20, 100, 40000]
+    every, own = ((True, True), (True, True)), ((True, False), (False, True))
+    seconds = 0.5, 0.02, 0.004, 1e-5
+    assert [leader_burst(each, every) for each in seconds] == [1, 20, 100, 40000]
+    assert [leader_burst(each, own) for each in seconds] == [1, 10, 50, 20000], (
+        "half as long, blind"
+    )
 
 
 def test_no_rounds_teach_nothing() -> None:
