@@ -121,7 +121,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """What the router refuses."""
     assert isinstance(error, HTTPException)
     words = {
-        404: f"there is no {request.url.path}; see /openapi.json",
+        404: f"there is no {request.url.path}; see /openapi.json. A client's base URL ends with "
+        "/v1, once; of OpenAI's routes there are completions, chat/completions and models",
         405: f"{request.url.path} does not take {request.method}; see /openapi.json",
     }
     response = refusal(

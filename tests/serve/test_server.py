@@ -180,6 +180,8 @@ def test_other_routes(shared: Client) -> None:
     assert [model["id"] for model in models["data"]] == ["toy", "alias"]
     assert shared.ask("GET", "/v1/models/alias")[1]["max_model_len"] == 64
     assert shared.ask("GET", "/v1/models/x")[0] == 404
+    status, missing = shared.post("/completions", prompt="ab")
+    assert status == 404 and "base URL ends with /v1" in missing["error"]["message"]
     assert shared.post("/tokenize", prompt="abc", return_token_strs=True)[1] == {
         "count": 3,
         "max_model_len": 64,
