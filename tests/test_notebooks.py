@@ -109,3 +109,6 @@ def test_notebook_runs(path: Path, installed: Path, monkeypatch, tmp_path) -> No
         notebook, timeout=SECONDS, resources={"metadata": {"path": str(tmp_path)}}
     )
     client.execute()
+    if path.stem == "quickstart":  # It promises accepted tokens in colour, on any machine.
+        shown = [one.get("text", "") for cell in notebook.cells for one in cell.get("outputs", ())]
+        assert any("\x1b[32m" in text for text in shown)

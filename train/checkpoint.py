@@ -13,10 +13,13 @@ of ``sha256sum --check``.
 import hashlib
 import itertools
 import json
+import os
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +29,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from longspec_jax import files
+from longspec_jax import cli, files
 
 from .processes import is_first
 from .step import TrainState
@@ -77,7 +80,8 @@ class Checkpoints:
             if partial.exists():
                 shutil.rmtree(partial)
             partial.mkdir()
-        self._saver.save(partial / STATE, state)
+        with _disk_errors(partial):
+            self._saver.save(partial / STATE, state)
         self._finishing = self._thread.submit(self._finish, partial, final, meta)
         self._newest = final
 
@@ -117,7 +121,8 @@ class Checkpoints:
             self._wait()
         finally:
             self._thread.shutdown()
-            self._saver.close()
+            with _disk_errors(self._folder):
+                self._saver.close()
 
     def _wait(self) -> None:
         finishing, self._finishing = self._finishing, None
@@ -133,7 +138,8 @@ class Checkpoints:
 
     def _finish(self, partial: Path, final: Path, meta: dict[str, Any]) -> None:
         """Complete a save whose arrays are on their way."""
-        self._saver.wait_until_finished()  # By all processes.
+        with _disk_errors(partial):
+            self._saver.wait_until_finished()  # By all processes.
         if not is_first():
             return
         files.replace(partial / META, json.dumps(meta).encode())
@@ -168,6 +174,18 @@ class Checkpoints:
             print(f"checkpoint {path} is skipped: {reason}", file=sys.stderr, flush=True)
             self._damaged.add(path.name)
         return (_NOTHING_INTACT if found else _NOTHING), 0
+
+
+@contextmanager
+def _disk_errors(folder: Path) -> Iterator[None]:
+    """Raise OSError for a full disk, of which orbax says in the words of a ValueError alone."""
+    try:
+        yield
+    except ValueError as error:
+        for number in cli.DISK_FULL:
+            if os.strerror(number) in str(error):
+                raise OSError(number, os.strerror(number), str(folder)) from error
+        raise
 
 
 def newest_saved(folder: Path) -> Saved | None:

@@ -136,7 +136,7 @@ def run_stage(
                 meter.skip()
             keeper.after(step, state)
         meter.flush()
-        if stopped:
+        if stopped or (stopped := stop(step)):  # A signal may have come in the last step.
             keeper.save(step, state)
             raise Interrupted(f"stopped at step {step} of stage {name}", stopped)
 

@@ -53,8 +53,9 @@ CLIENT_GONE = 499
 """Written to the log where nobody reads the answer."""
 BODY_SECONDS = 60.0
 """In which a client must have sent its request."""
-MOST_HELD = 8 * MOST_BYTES
-"""Bytes of bodies that are read and not yet parsed, of all requests together."""
+MOST_HELD, MOST_CONVERTED = 8 * MOST_BYTES, 2 * MOST_BYTES
+"""Bytes of bodies that are read and not yet tokenised: of completions together, and of the routes
+that only convert texts."""
 PULSE = 15.0
 """Seconds without an event after which a stream sends a comment: proxies cut what is silent."""
 TOKENISERS, COMPILERS = 2, 1
@@ -120,7 +121,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """What the router refuses."""
     assert isinstance(error, HTTPException)
     words = {
-        404: f"there is no {request.url.path}; see /openapi.json",
+        404: f"there is no {request.url.path}; see /openapi.json. A client's base URL ends with "
+        "/v1, once; of OpenAI's routes there are completions, chat/completions and models",
         405: f"{request.url.path} does not take {request.method}; see /openapi.json",
     }
     response = refusal(
@@ -137,6 +139,29 @@ async def _gone(request: Request, error: Exception) -> Response:
 async def _failed(request: Request, error: Exception) -> Response:
     """A defect of the server; its traceback goes to the log."""
     return refusal(defect(error))
+
+
+@dataclass
+class Held:
+    """Bodies that requests have sent and that are not yet tokenised."""
+
+    most: int
+    bytes: int = 0
+
+    def add(self, count: int) -> None:
+        """Count bytes that have come.
+
+        Raises:
+          Refused: for more than there may be.
+        """
+        self.bytes += count
+        if self.bytes > self.most:
+            raise Refused(
+                f"{self.most} bytes of other requests are being read; try again later",
+                status=429,
+                code="queue_full",
+                retry_after=1,
+            )
 
 
 class Events(StreamingResponse):
@@ -167,21 +192,23 @@ class Routes:
         self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="compile")
         # One: parsing keeps all other threads waiting, the event loop's too.
         self._parser = ThreadPoolExecutor(1, thread_name_prefix="parse")
-        self._held = 0
+        # Texts that are only converted are free to send: no completion waits for them.
+        self._converter = ThreadPoolExecutor(1, thread_name_prefix="convert")
+        self._held, self._converted = Held(MOST_HELD), Held(MOST_CONVERTED)
         self._document = json_bytes(describe(bool(served.api_keys)))
 
     async def complete(self, request: Request, chat: bool) -> Response:
         """Completions of both kinds, whole or as a stream."""
         self._thread.check_room()
-        given = await self._body(request)
         client = str(request.scope[CLIENT]) if len(self._served.api_keys) > 1 else ""
-        # Whoever sends grammars waits for those of others; who sends texts does not.
-        pool = self._compilers if given.keys() & FORMS else self._pool
         loop = asyncio.get_running_loop()
-        reading = loop.run_in_executor(pool, self._read_call, given, chat, client)
-        # What a client that has left still has in the queue of the pool leaves with it.
-        if await until_gone(request, reading):
-            return Response(status_code=CLIENT_GONE)
+        async with self._body(request, self._held) as given:
+            # Whoever sends grammars waits for those of others; who sends texts does not.
+            pool = self._compilers if given.keys() & FORMS else self._pool
+            reading = loop.run_in_executor(pool, self._read_call, given, chat, client)
+            # What a client that has left still has in the queue of the pool leaves with it.
+            if await until_gone(request, reading):
+                return Response(status_code=CLIENT_GONE)
         call, rows = reading.result()
         if self._served.log_prompts:
             turns = [one.turn for one in call.messages] if isinstance(call, Chat) else call.prompt
@@ -285,23 +312,33 @@ class Routes:
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or of messages."""
-        given = await self._body(request)
 
-        def found() -> Response:
+        def found(given: dict[str, Any]) -> dict[str, Any]:
             tokens, texts = read_tokenize(given, self._model)
             own = {"count": len(tokens), "max_model_len": self._model.max_len, "tokens": tokens}
-            return as_json({**own, "token_strs": [*map(self._texts, tokens)]} if texts else own)
+            return {**own, "token_strs": [*map(self._texts, tokens)]} if texts else own
 
-        return await self._in_pool(found)
+        return await self._convert(request, found)
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
-        given = await self._body(request)
+        decode = self._model.decode
+        return await self._convert(
+            request, lambda given: {"prompt": decode(read_detokenize(given, self._model))}
+        )
 
-        def found() -> Response:
-            return as_json({"prompt": self._model.decode(read_detokenize(given, self._model))})
-
-        return await self._in_pool(found)
+    async def _convert(
+        self, request: Request, found: Callable[[dict[str, Any]], dict[str, Any]]
+    ) -> Response:
+        """What is found in a body, by the thread that only converts."""
+        loop = asyncio.get_running_loop()
+        async with self._body(request, self._converted) as given:
+            converting = loop.run_in_executor(
+                self._converter, lambda: long_json_bytes(found(given))
+            )
+            if await until_gone(request, converting):
+                return Response(status_code=CLIENT_GONE)
+        return Response(converting.result(), media_type="application/json")
 
     async def health(self, request: Request) -> Response:
         """200 while requests are taken, else 503."""
@@ -339,8 +376,19 @@ class Routes:
         """The page: one file, which talks to no other server."""
         return page_response()
 
-    async def _body(self, request: Request) -> dict[str, Any]:
-        """The JSON object of a request.
+    @contextlib.asynccontextmanager
+    async def _body(self, request: Request, held: Held) -> AsyncIterator[dict[str, Any]]:
+        """The JSON object of a request, whose bytes are held until the context ends."""
+        body, max_len = bytearray(), self._model.max_len
+        try:
+            await self._receive(request, held, body)
+            loop = asyncio.get_running_loop()
+            yield await loop.run_in_executor(self._parser, read_json, body, max_len)
+        finally:
+            held.bytes -= len(body)
+
+    async def _receive(self, request: Request, held: Held, body: bytearray) -> None:
+        """Read the bytes of a request.
 
         Other types of content are refused: a page of another site can send them without asking.
         """
@@ -358,29 +406,18 @@ class Routes:
                 "uncompressed, without this header",
                 status=415,
             )
-        most, body = most_bytes(self._model.max_len), bytearray()
+        most = most_bytes(self._model.max_len)
         if int(request.headers.get("content-length", 0)) > most:
             raise too_large(self._model.max_len)
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 async for part in request.stream():
                     body += part
-                    self._held += len(part)
+                    held.add(len(part))
                     if len(body) > most:
                         raise too_large(self._model.max_len)
-                    if self._held > MOST_HELD:
-                        raise Refused(
-                            f"{MOST_HELD} bytes of other requests are being read; try again later",
-                            status=429,
-                            code="queue_full",
-                            retry_after=1,
-                        )
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._parser, read_json, body, self._model.max_len)
         except TimeoutError:
             raise Refused(f"the body took longer than {BODY_SECONDS:g} s", status=408) from None
-        finally:
-            self._held -= len(body)
 
     async def _in_pool(self, work: Callable[[*Given], Found], *arguments: *Given) -> Found:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 import jax
 
@@ -218,14 +219,14 @@ def server_words() -> Iterator[None]:
         raise type(error)(words) from error
 
 
-def curl(base: str, key: str | None, file: str | None = None) -> str:
+def curl(base: str, key: str | None, file: Path | None = None) -> str:
     """A command that asks the server for a text, with the key from its file if that is known."""
     body = json.dumps({"prompt": PROMPT, "max_tokens": 32})
     words = ["curl", "-s", f"{base}/v1/completions", "-H", "Content-Type: application/json"]
     typed = shlex.join([*words, "-d", body])
     if key is None:
         return typed
-    read = "$API_KEY" if file is None else f"$(grep -m1 . {shlex.quote(file)})"
+    read = "$API_KEY" if file is None else f"$(grep -m1 . {shlex.quote(str(file))})"
     return f'{typed} -H "Authorization: Bearer {read}"'
 
 

@@ -50,10 +50,18 @@ LONGEST_PATTERN = 16_384
 class Part(Body):
     """A part of a message."""
 
-    type: Annotated[str, OneOf(("text",), "; images and sound are not supported")]
+    type: Annotated[str, OneOf(("text",))]
     """Text."""
     text: str
     """The text of the part."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_type(cls, given: object) -> object:
+        """Refuse an image for what it is, and not for fields that a text has not."""
+        if isinstance(given, dict) and given.get("type", "text") != "text":
+            raise ValueError('must have the type "text"; images and sound are not supported')
+        return given
 
 
 Parts = Annotated[list[Part], Field(min_length=1, max_length=MOST_PARTS, fail_fast=True)]

@@ -170,8 +170,21 @@ def test_a_server_that_does_not_fit_says_which_option_to_lower(
 def test_the_command_that_is_printed_says_where_the_key_goes() -> None:
     typed = curl("http://127.0.0.1:1", "secret")
     assert "secret" not in typed and typed.endswith('-H "Authorization: Bearer $API_KEY"')
-    typed = curl("http://127.0.0.1:1", "secret", "my keys")  # Typed as it is, it works.
+    typed = curl("http://127.0.0.1:1", "secret", Path("my keys"))  # Typed as it is, it works.
     assert typed.endswith("""-H "Authorization: Bearer $(grep -m1 . 'my keys')\"""")
+
+
+def test_a_server_with_a_file_of_keys_announces_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """The option's own value reaches the command that is printed."""
+    file = tmp_path / "keys"
+    file.write_text("secret\n")
+    arguments = parser().parse_args(["--target=toy", f"--api_key_file={file}"])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        Service(arguments, listener, read_keys(arguments))._announce()
+    said = capsys.readouterr().out
+    assert f"Bearer $(grep -m1 . {file})" in said and "secret" not in said
 
 
 def test_what_was_compiled_is_not_collected_while_it_serves(

@@ -257,8 +257,15 @@ BOTH = TEXTS + CHATS
         ),
         (
             CHATS,
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "text": ""}]}]},
-            "messages[0].content[0].type='image_url' must be one of text; images and sound are",
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "image_url", "image_url": {"url": "data:,x"}}],
+                    }
+                ]
+            },
+            'must have the type "text"; images and sound are not supported',
         ),
     ],
 )

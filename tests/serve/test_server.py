@@ -180,6 +180,8 @@ def test_other_routes(shared: Client) -> None:
     assert [model["id"] for model in models["data"]] == ["toy", "alias"]
     assert shared.ask("GET", "/v1/models/alias")[1]["max_model_len"] == 64
     assert shared.ask("GET", "/v1/models/x")[0] == 404
+    status, missing = shared.post("/completions", prompt="ab")
+    assert status == 404 and "base URL ends with /v1" in missing["error"]["message"]
     assert shared.post("/tokenize", prompt="abc", return_token_strs=True)[1] == {
         "count": 3,
         "max_model_len": 64,
@@ -541,24 +543,41 @@ def test_forms_hold_up_no_texts_and_leave_with_their_clients(
     assert read == ["first", "last"]
 
 
-def test_bodies_that_wait_to_be_parsed_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bodies_that_wait_to_be_tokenised_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From their first byte on, while they are parsed and while they are tokenised."""
+    for name, path in (
+        ("read_json", "/v1/completions"),
+        ("rows_of", "/v1/completions"),
+        ("read_tokenize", "/tokenize"),
+        ("read_detokenize", "/detokenize"),
+    ):
+        _check_bounded(monkeypatch, name, path)
+
+
+def _check_bounded(monkeypatch: pytest.MonkeyPatch, name: str, path: str) -> None:
     monkeypatch.setattr(app, "MOST_HELD", 100_000)
-    going, parsing, read = threading.Event(), threading.Event(), app.read_json
+    monkeypatch.setattr(app, "MOST_CONVERTED", 100_000)
+    going, working, work = threading.Event(), threading.Event(), getattr(app, name)
 
     def slow(*given: Any) -> Any:
-        parsing.set()
-        going.wait(30)
-        return read(*given)
+        working.set()
+        assert going.wait(30)
+        return work(*given)
 
-    monkeypatch.setattr(app, "read_json", slow)
-    with serving(ScriptedEngine()) as server, ThreadPoolExecutor(1) as pool:
-        body = {"prompt": "ab", "max_tokens": 1, "user": "x" * 90_000}
-        first = pool.submit(server.post, "/v1/completions", **body)
-        assert parsing.wait(30)
-        assert server.post("/v1/completions", **body)[0] == 429
-        going.set()
-        assert first.result()[0] == 200
-        assert server.post("/v1/completions", **body)[0] == 200
+    with monkeypatch.context() as patch, serving(ScriptedEngine()) as server:
+        patch.setattr(app, name, slow)
+        own = {"tokens": [0]} if path == "/detokenize" else {"prompt": "ab"}
+        body = json.dumps(own).encode() + b" " * 90_000
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(server.ask, "POST", path, body)
+            assert working.wait(30)
+            response, _ = server.answer("POST", path, body)
+            assert response.status == 429 and response.getheader("retry-after"), name
+            if path != "/v1/completions":  # Which wait for nobody who only converts texts.
+                assert server.post("/v1/completions", prompt="ab", max_tokens=1)[0] == 200
+            going.set()
+            assert first.result()[0] == 200
+        assert server.ask("POST", path, body)[0] == 200, name
 
 
 # The end.

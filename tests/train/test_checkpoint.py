@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from longspec_jax import files
+from longspec_jax import cli, files
 from longspec_jax.sharding import make_mesh
 from tests.kit import each_row
 from train import checkpoint
@@ -52,6 +52,27 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two")
     save(folder, 5, 12)
     return folder
+
+
+@pytest.mark.parametrize("call", ["save", "wait_until_finished", "close"])
+def test_a_full_disk_is_said_in_one_sentence(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 1)
+
+    def full(*_: object) -> None:
+        raise ValueError("RESOURCE_EXHAUSTED: Failed to write 9 bytes: No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints._saver, call, full)
+        with pytest.raises(OSError) as raised:
+            checkpoints.save(1, state(1), {"step": 1})
+            checkpoints.close()
+    message, status = cli.explained(raised.value)
+    assert "No space left on device: " in message and message.endswith(
+        "make room, then run it again"
+    )
+    assert status == cli.FAILED
 
 
 def copied(two: Path, tmp_path: Path) -> Path:

@@ -22,7 +22,7 @@ from train.checkpoint import Checkpoints
 from train.config import RunConfig, StageConfig
 from train.data.batches import Batches
 from train.data.rows import Row
-from train.loop import Stage, run_stage, stop_signals
+from train.loop import Interrupted, Stage, run_stage, stop_signals
 from train.metrics import Metrics, read_records
 from train.step import Batch, TrainState, learning_rate
 
@@ -276,3 +276,21 @@ def test_a_signal_stops_before_the_next_step(number: signal.Signals, status: int
         os.kill(os.getpid(), number)
         assert stop(1) == status
     assert signal.getsignal(number) is before
+
+
+def test_a_signal_in_the_last_step_stops_before_the_next_stage(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Metrics.write
+
+    def writing(self: Metrics, stage: str, step: int, values: dict[str, float]) -> None:
+        write(self, stage, step, values)
+        if step == CONFIG.steps - 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Metrics, "write", writing)
+        with pytest.raises(Interrupted, match="stopped at step 10 of stage short"):
+            run.go(Toy())
+    straight = Run(tmp_path / "straight")
+    assert run.go(Toy()) == straight.go(Toy()) and run.records == straight.records
