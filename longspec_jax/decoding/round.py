@@ -375,9 +375,10 @@ def many_rounds(
     columns = packed_columns(drafter.tree, contents)
     empty = jnp.zeros((MOST_ROUNDS, batch, columns), jnp.int32)
 
-    watch, most, own = None, limit, 0
     if isinstance(limit, Watch):
         watch, most, own = limit, limit.rounds, contents.candidates.index(drafter)
+    else:
+        watch, most, own = None, limit, 0
 
     def unfinished(carry: tuple[Array, Rows, Array, Watch | None]) -> Array:
         done, rows, _, watch = carry
