@@ -18,7 +18,7 @@ from openai.types.chat.completion_create_params import (
 )
 from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as TextParams
 
-from infer.serve import app
+from infer.serve import answers, app
 from infer.serve.http_server import log_to_stderr
 from infer.serve.openapi import GETS, POSTS
 from longspec_jax.decoding import launches
@@ -552,6 +552,14 @@ def test_bodies_that_wait_to_be_tokenised_are_bounded(monkeypatch: pytest.Monkey
         ("read_detokenize", "/detokenize"),
     ):
         _check_bounded(monkeypatch, name, path)
+
+
+def test_many_tokens_are_written_in_parts(shared: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Millions of them at once would hold up every stream."""
+    written, whole = list[object](), answers._json
+    monkeypatch.setattr(answers, "_json", lambda value: (written.append(value), whole(value))[1])
+    assert shared.post("/tokenize", prompt="ab" * 100)[1]["tokens"] == [0, 1] * 100
+    assert max(len(one) for one in written if isinstance(one, list)) == answers.SLICE
 
 
 def _check_bounded(monkeypatch: pytest.MonkeyPatch, name: str, path: str) -> None:
