@@ -143,6 +143,7 @@ def test_a_node_s_logits_have_the_bits_of_plain_decoding(monkeypatch: pytest.Mon
     interpret_devices_apart(monkeypatch)
     interpret_layer_ops(monkeypatch)
     monkeypatch.setattr(hardware, "require_hopper", lambda kernel: None)
+    monkeypatch.setattr(hardware, "require_one_order", lambda kernel: True)
     monkeypatch.setattr(tiles, "MULTIPROCESSORS", 2)  # The interpreter runs them in turns.
     target, params = spread({"data": 2, "tp": 2}, num_heads=4, num_kv_heads=2)
 

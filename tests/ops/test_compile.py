@@ -534,7 +534,7 @@ from tests.kit import lowered, random_target, tiny_target_config
 hardware.compute_capability = lambda: (9, 0)
 sizes = dict(head_width=128, model_width=512, mlp_width=4096, num_layers=1, vocab_size=104)
 target = TargetModel(tiny_target_config(dtype="bfloat16", **sizes))
-assert not choose_kernels(target, None).batch_invariant
+assert choose_kernels(target, None).batch_invariant
 tokens = jnp.zeros((1, 64), jnp.int32)
 for batch_invariant in (False, True):
     target = TargetModel(target.config, batch_invariant=batch_invariant)
@@ -552,5 +552,5 @@ for batch_invariant in (False, True):
 def test_a_hopper_step_lowers_where_pallas_triton_is_gone() -> None:
     command = [sys.executable, "-c", WITHOUT_PALLAS_TRITON]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    # Both matmuls of the MLP; all five matmuls and both parts of attention.
-    assert printed == ["2", "0", "7", "0"], printed
+    # Attention, norms, heads and the cache, and both matmuls of the MLP; or all matmuls.
+    assert printed == ["9", "0", "11", "0"], printed

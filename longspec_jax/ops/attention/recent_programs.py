@@ -168,7 +168,7 @@ class Program:
         plgpu.copy_gmem_to_smem(refs.fresh_k.at[nodes], memory.fresh_k, ready)
         values = memory.fresh_v.at[pl.ds(0, self.tokens)]
         plgpu.copy_gmem_to_smem(refs.fresh_v.at[(*nodes, self.its_columns)], values, ready)
-        splits = pl.ds(0, memory.lse.shape[0])
+        splits = pl.ds(0 * self.part, memory.lse.shape[0])
         lse = refs.partial_lse.at[self.batch, splits, self.kv_head, self.rows]
         plgpu.copy_gmem_to_smem(lse, memory.lse, memory.lse_ready)
         self.fetch_splits(0 * self.part)

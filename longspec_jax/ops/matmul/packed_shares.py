@@ -9,6 +9,7 @@ attention, the second matmul of an MLP), and every device has a part of each res
 import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from longspec_jax.ops.matmul.quantised_weights import UNIT, QuantisedMatrix, Qua
 
 AT_ONCE = 4
 """Matrices that are packed at the same time."""
+_MAKING = Lock()
 
 
 @struct.dataclass
@@ -135,7 +137,9 @@ def pack_shares(matrix: QuantisedMatrix, dtype: DTypeLike) -> PackedShares:
         if matrix.unit is not None and own % UNIT:
             raise NotImplementedError("a share of the inputs is not whole units")
     specs: Any = _specs(matrix, cut, matrix.codes.ndim, grouped=grouped)
-    return PackedShares(_packing(mesh, specs, dtype)(matrix), cut)
+    with _MAKING:  # Matrices are packed by several threads.
+        packing = _packing(mesh, specs, dtype)
+    return PackedShares(packing(matrix), cut)
 
 
 @functools.cache
