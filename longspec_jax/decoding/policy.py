@@ -36,8 +36,8 @@ pause."""
 LOOK = 8
 """Rounds of a look: a few may emit little by chance, and the wait is the same."""
 KNOWN = 2.0
-"""Rounds for which what a candidate emitted in earlier runs counts, or a guess of it: texts differ,
-but so do the rounds of one text."""
+"""Rounds for which what a candidate emitted in earlier runs counts, or a guess of it: texts differ.
+"""
 TRUSTED = 16
 """Rounds of which the seconds are a mean: a context grows."""
 UNSURE = 16
