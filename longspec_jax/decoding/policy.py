@@ -254,7 +254,7 @@ class FastestWithinBudget(Policy):
         estimates = [each.after(column) for each, column in columns]
         if self.estimates[candidate].weight:
             by = estimates[candidate].mean - self.estimates[candidate].mean
-            hidden = np.isnan(shown).all(axis=0)
+            hidden = [bool(np.isnan(column).all()) for column in shown.T]
             for index, each in enumerate(estimates):
                 if hidden[index] and self._shown(index, candidate):
                     estimates[index] = each.moved(by)
