@@ -152,7 +152,6 @@ ACCEPTANCE = _of(
 SHAPE = _each(one_of([*SHAPES]), f"any of {', '.join(SHAPES)}", ByMachine(["vicuna7b"], ["demo"]))
 DTYPE = _of(one_of(DTYPES), f"one of {', '.join(DTYPES)}", ByMachine("bfloat16", "float32"))
 TREE_WORDS = f"what is verified in a round: {cli.TREE_GRAMMAR}"
-TREE = _of(drafting_tree, TREE_WORDS, ByMachine(DEFAULT_TREE, CHAIN))
 STORED = {
     "choices": ("whole", *GROUPS, Q4_K_M, EXPERTS),
     "default": "whole",
@@ -196,7 +195,11 @@ DECODE: Options = {
         "this shape",
         "longspec",
     ),
-    "tree": TREE,
+    "tree": {
+        **several(drafting_tree),
+        "help": TREE_WORDS,
+        "default": ByMachine([DEFAULT_TREE], [CHAIN]),
+    },
     "draft_option": _draft_option(
         "an option of the draft's kind. longspec: int8 reads weights and LM head in 8 bits (here "
         "only where it is named), vocabulary=N proposes N tokens only"

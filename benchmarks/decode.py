@@ -89,7 +89,8 @@ def all_settings(arguments: argparse.Namespace) -> list[Setting]:
       ValueError: naming the option that asks for what cannot be.
     """
     try:
-        acceptance_edges(arguments.acceptance, arguments.tree)
+        for tree in arguments.tree:
+            acceptance_edges(arguments.acceptance, tree)
     except ValueError as error:
         raise ValueError(f"--acceptance: {error}") from None
     for shape in arguments.shape:
@@ -104,12 +105,13 @@ def all_settings(arguments: argparse.Namespace) -> list[Setting]:
             draft_options(arguments.draft, as_options(arguments.draft_option), SHAPES[shape])
     return [
         Setting(
-            *(shape, context, batch, arguments.tree, arguments.new_tokens, arguments.acceptance),
+            *(shape, context, batch, tree, arguments.new_tokens, arguments.acceptance),
             *(arguments.repetitions, arguments.turns, arguments.weights, arguments.prefill),
         )
         for shape in dict.fromkeys(arguments.shape)
         for batch in arguments.batch
         for context in arguments.context
+        for tree in arguments.tree
     ]
 
 

@@ -19,7 +19,7 @@ from longspec_jax.checks import shown_bytes
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.batch_invariant import choose_kernels
-from longspec_jax.decoding.cache import KVCache, allocate
+from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Committed, Drafter, Features, Needs, Params
 from longspec_jax.drafters.checkpoints.dflash import LAYERS as DFLASH_LAYERS
@@ -348,9 +348,9 @@ def _key(seed: int, number: int) -> jax.Array:
     return jax.random.fold_in(jax.random.key(seed, impl="rbg"), number)
 
 
-def filled_cache(config: TargetConfig, batch: int, capacity: int, seed: int = 2) -> KVCache:
+def filled_cache(target: TargetModel, batch: int, capacity: int, seed: int = 2) -> KVCache:
     """A cache that looks as if a prompt had been prefilled into all of it."""
-    empty = jax.eval_shape(functools.partial(allocate, config, batch, capacity))
+    empty = jax.eval_shape(functools.partial(target.allocate, batch, capacity))
 
     leaves, structure = jax.tree.flatten(empty)
     return structure.unflatten(

@@ -251,7 +251,7 @@ class Bench:
     @classmethod
     def prepare(cls, setting: Setting, model: Model) -> "Bench":
         """Fill a cache."""
-        bench = cls(setting, model, filled_cache(model.config, setting.batch, setting.capacity))
+        bench = cls(setting, model, filled_cache(model.target, setting.batch, setting.capacity))
         places = bench.cache.shardings(bench.shardings.cache)
         bench.cache = jax.device_put(bench.cache, places)
         return bench

@@ -107,6 +107,16 @@ QWEN35_4B = TargetConfig(
     offset_norms=True,
     gated_attention=True,
 )
+QWEN35_27B = dataclasses.replace(
+    QWEN35_4B,
+    **shape("Qwen3_5", 248320, (5120, 17408), 64, (24, 4), 256),
+    kinds=(
+        LayerConfig(recurrence=RecurrenceConfig(16, 48, 128, 128)),
+        LayerConfig(Rotary(1e7, width=64)),
+    ),
+    pattern=(0, 0, 0, 1) * 16,
+    tied_embeddings=False,
+)
 
 
 def _qwen(
@@ -138,5 +148,6 @@ SHAPES: dict[str, TargetConfig] = {
     "gemma4-31b": GEMMA4_31B,
     "olmo3-7b": OLMO3_7B,
     "qwen35-4b": QWEN35_4B,
+    "qwen35-27b": QWEN35_27B,
 }
 """By the names that ``--shape`` takes."""

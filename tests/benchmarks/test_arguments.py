@@ -11,7 +11,7 @@ from benchmarks import models as bench_models
 from benchmarks.attention import CANDIDATES
 from longspec_jax.cli import ByMachine, settled
 from longspec_jax.config.names import ATTENTION
-from longspec_jax.config.tree import DEFAULT_TREE
+from longspec_jax.config.tree import DEFAULT_TREE, TreeConfig
 from longspec_jax.ops.attention.dispatch import PREFIX, SPECULATIVE, TREE
 from tests.kit import each_row
 
@@ -84,7 +84,7 @@ def test_defaults_depend_on_the_machine_and_what_is_named_stands() -> None:
     here, there = settled(parsed, cpu=True), settled(parsed, cpu=False)
     assert here.context == there.context == [77]
     assert (here.shape, there.shape) == (["demo"], ["vicuna7b"])
-    assert there.tree.num_nodes == 64 and here.tree.num_nodes < 8
+    assert there.tree[0].num_nodes == 64 and here.tree[0].num_nodes < 8
     required = {"texts": ["--files=a.py"]}
     for name in bench_arguments.BENCHMARKS:
         arguments = parser.parse_args([name, *required.get(name, [])])
@@ -93,15 +93,14 @@ def test_defaults_depend_on_the_machine_and_what_is_named_stands() -> None:
             assert not any(isinstance(value, ByMachine) for value in values)
 
 
-def test_the_tree_is_the_one_that_is_named_or_the_default() -> None:
-    def tree(*more: str):
+def test_the_trees_are_those_that_are_named_or_the_default() -> None:
+    def trees(*more: str) -> list[TreeConfig]:
         parsed = bench_arguments.parser().parse_args(["decode", *more])
-        return bench_decode.all_settings(settled(parsed, cpu=False))[0].tree
+        return [each.tree for each in bench_decode.all_settings(settled(parsed, cpu=False))]
 
-    assert tree() == DEFAULT_TREE and tree().num_nodes == 64
-    assert tree("--tree=4,16,16,16,16@16").num_nodes == 16
-    assert tree("--tree=4,16,16,16,16").num_nodes == 69
-    assert tree("--tree=chain:4@4").num_nodes == 4
+    assert trees() == [DEFAULT_TREE] and DEFAULT_TREE.num_nodes == 64
+    several = trees("--tree=4,16,16,16,16@16", "--tree=4,16,16,16,16", "--tree=chain:4@4")
+    assert [tree.num_nodes for tree in several] == [16, 69, 4]
 
 
 def test_the_names_that_are_known_without_jax_are_those_there_are() -> None:

@@ -18,7 +18,9 @@ from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding import round as round_lib
 from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.runner import slack_slots
+from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Params
+from longspec_jax.ops.attention import path
 from tests.kit import ALL_PASSES, after_prompts
 from tests.lookup import LookupDrafter, LookupTarget, random_table, table_params
 
@@ -114,17 +116,23 @@ def model():
 
 def rows_of(model, drafter) -> Rows:
     draft = draft_state(model, drafter, 2)
-    return rows_at(filled_cache(model.config, 2, 256), draft, 2, 64, 8)
+    return rows_at(filled_cache(model.target, 2, 256), draft, 2, 64, 8)
 
 
 def test_a_random_cache_in_8_bits_holds_codes_of_numbers() -> None:
     config = dataclasses.replace(SHAPES["tiny"], kv_dtype="fp8")
-    leaves = jax.tree.leaves(filled_cache(config, 2, 256))
+    leaves = jax.tree.leaves(filled_cache(TargetModel(config), 2, 256))
     caches = [leaf for leaf in leaves if leaf.dtype == jnp.uint8]
     assert len(caches) == 2 * config.num_layers
     for cache in caches:
         numbers = jax.lax.bitcast_convert_type(cache, jnp.float8_e4m3fn).astype(jnp.float32)
         assert float(numbers.std()) == pytest.approx(1, abs=0.05)
+
+
+def test_rings_of_a_random_cache_are_those_that_the_kernels_of_one_order_read() -> None:
+    target = TargetModel(SHAPES["gemma3-12b"], batch_invariant=True)
+    cache = jax.eval_shape(lambda: filled_cache(target, 1, 4096))
+    assert {leaf.shape[2] % path.SLOTS for leaf in jax.tree.leaves(cache)} == {0}
 
 
 @pytest.mark.parametrize("part", bench_rounds.PARTS, ids=lambda part: part.__name__)
