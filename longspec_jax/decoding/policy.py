@@ -106,7 +106,7 @@ class FastestWithinBudget(Policy):
     credit: float = 2.0
     """Regret of all looks from the beginning, in rounds of the cheapest candidate; beside three
     waits, as a look has two. Without them a candidate that began badly would never run again."""
-    doubt: float = 0.4
+    doubt: float = 0.5
     """How much faster than its estimate a candidate may be, relative, if one round is behind it;
     uncertainty falls with the square root of the rounds."""
     elapsed: float = 0.0
@@ -114,7 +114,7 @@ class FastestWithinBudget(Policy):
     regret: float = 0.0
     """Seconds by which looks were slower than running the fastest would have been."""
     running: int | None = None
-    """The last leader that ran."""
+    """The last leader that ran, or the one that was to begin."""
 
     @classmethod
     def over(
@@ -150,7 +150,9 @@ class FastestWithinBudget(Policy):
         ]
         for index in varying:
             estimates[index] = replace(estimates[index], varies=True)
-        return cls(tuple(estimates), shows, wait)
+        policy = cls(tuple(estimates), shows, wait)
+        # A look that comes first must not replace the tree that was to begin by a narrow margin.
+        return replace(policy, running=policy.leader) if all(means) else policy
 
     def choose(self) -> Choice:
         """The leader, unless another one needs a look and the budget pays for it."""
