@@ -35,7 +35,7 @@ SECONDS = {
     "large": (5e-3, 6e-3, 5.25e-3, 6.7e-3),
 }
 """Of plain rounds and of the trees, about as on an H100 and an H200."""
-NEAR = {"SmolLM2": 0.8, "1.5B": 0.87, "large": 0.97}
+NEAR = {"SmolLM2": 0.9, "1.5B": 0.87, "large": 0.97}
 WAIT = 1.5e-3
 LONG_WAIT = 3e-3
 """As on an H200 with 30 layers of SmolLM2."""
@@ -117,4 +117,4 @@ def test_later_calls_come_nearer(table: str, texts: Sequence[str]) -> None:
             guesses = along_with(first, guesses, trees, [row[first] for row in SHOWS])
     later = shares[len(texts) :]
     assert min(later) >= 0.8
-    assert statistics.geometric_mean(later) >= 0.87
+    assert statistics.geometric_mean(later) >= 0.89
