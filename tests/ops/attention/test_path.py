@@ -262,7 +262,7 @@ def test_a_node_has_the_bits_of_plain_decoding(narrow, heads, kv_heads, width, n
             position = length + step
             if position >= int(path.reach(jnp.asarray([length]))[0]):
                 break
-            at = slice(position, position + 1)
+            at = jnp.asarray([position])
             alone = Fresh(text.keys[:, at], text.values[:, at], jnp.ones((1, 1, 1), bool))
             plain = attend(
                 *(text.q[:, at], text.prefix(position), alone, jnp.zeros((1, 1), jnp.int32))
@@ -303,7 +303,7 @@ def check_bits(
         end = int(path.reach(jnp.asarray([length]))[0])
         for step, node in list(enumerate(along))[: end - length : 2]:
             position = length + step
-            at = slice(position, position + 1)
+            at = jnp.asarray([position])
             alone = Fresh(text.keys[:, at], text.values[:, at], jnp.ones((1, 1, 1), bool))
             cached = text.prefix(position, window)
             among = (
