@@ -4,6 +4,10 @@ Uvicorn bounds how long a connection may rest between requests, and nothing else
 keep a connection for ever by a header that never ends, by a body that nobody reads any more, or by
 a stream that it does not read. :class:`Connection` bounds these waits. The time for a body that is
 read is bounded where it is read.
+
+Nor does it bound the work of the event loop, which parses requests: a megabyte of headers takes it
+a second, and one of chunks of a byte each two and a half, before any key is checked. So heads are
+short, and the chunks of a body have some bytes each (:class:`Parser`).
 """
 
 import asyncio
@@ -15,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import h11
 import uvicorn
@@ -29,6 +34,10 @@ LOG = logging.getLogger("longspec.serve")
 SEND_SECONDS = 20.0
 """In which a client must have sent the head of a request, and the rest of a body that was answered
 before its end."""
+SLICE = LONGEST_HEAD = 16 * 1024
+"""Bytes that are parsed at once, and those in which a head must have ended when a slice has."""
+MOST_CHUNKS, LEAST_CHUNK = 1024, 32
+"""Chunks of a body whatever they hold, and bytes that others have on average."""
 READ_SECONDS, LEAST_READ = 60.0, 16 * 1024
 """In which a client must have read this number of bytes, or all that was sent."""
 LAST_WORDS = 5.0
@@ -62,8 +71,25 @@ def bound(host: str, port: int) -> socket.socket:
     return found
 
 
+class Parser(h11.Connection):
+    """Refuses a body of too many small chunks."""
+
+    _chunks = _bytes = 0
+
+    def next_event(self) -> Any:
+        """Read on."""
+        event = super().next_event()
+        if isinstance(event, h11.Data):
+            self._chunks, self._bytes = self._chunks + 1, self._bytes + len(event.data)
+            if self._chunks > MOST_CHUNKS + self._bytes // LEAST_CHUNK:
+                raise h11.RemoteProtocolError("the chunks of the body are too small")
+        elif isinstance(event, h11.Request):
+            self._chunks = self._bytes = 0
+        return event
+
+
 class Connection(H11Protocol):
-    """Closes the connection of a client that is late."""
+    """Closes the connection of a client that is late, or whose requests take long to parse."""
 
     _sending: asyncio.TimerHandle | None = None
     _reading: asyncio.TimerHandle | None = None
@@ -71,14 +97,25 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Begin to wait for a head."""
         super().connection_made(transport)
+        self.conn = Parser(h11.SERVER, LONGEST_HEAD)
         # What the system's buffers do not take is what the client is late with, however little.
         transport.set_write_buffer_limits(high=0)
         self._expect()
 
     def data_received(self, data: bytes) -> None:
-        """Some of a request."""
-        super().data_received(data)
+        """Some of a request; the length of a head is looked at between slices."""
+        for begin in range(0, len(data), SLICE):
+            super().data_received(data[begin : begin + SLICE])
+            if self.transport.is_closing():
+                return
         self._expect()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP; where the request was answered already, only close."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
 
     def on_response_complete(self) -> None:
         """Begin to wait for the next request."""

@@ -73,6 +73,54 @@ def test_a_request_that_does_not_come_ends_its_connection(
         dripping.join()
 
 
+CHUNKED = "Content-Type: application/json", "Transfer-Encoding: chunked"
+
+
+def chunks(*parts: bytes) -> bytes:
+    return b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (*parts, b""))
+
+
+@pytest.mark.parametrize("key", ["key", "another"])
+def test_a_body_of_tiny_chunks_is_not_parsed_to_its_end(key: str) -> None:
+    """Parsing them takes the event loop longer than sending them, and every stream waits."""
+    sent = head("/v1/completions", f"Authorization: Bearer {key}", *CHUNKED, method="POST")
+    sent += chunks(*[b" "] * 2000).removesuffix(chunks())
+    with (
+        serving(ScriptedEngine(), api_key="key") as server,
+        socket.create_connection(("127.0.0.1", server.port)) as client,
+    ):
+        client.sendall(sent)
+        assert closed(client, 3.0), "the next one is not awaited"
+
+
+def test_a_body_of_chunks_is_read(server: Client) -> None:
+    body = json.dumps({"prompt": "ab", "user": "x" * 100_000, "max_tokens": 2}).encode()
+    asked = head("/v1/completions", "Authorization: Bearer key", *CHUNKED, method="POST")
+    for size in (50, 1000, 100_000):
+        parts = [body[begin : begin + size] for begin in range(0, len(body), size)]
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            client.sendall(asked + chunks(*parts))
+            assert client.recv(15) == b"HTTP/1.1 200 OK"
+
+
+def test_a_long_head_is_refused_however_it_comes(server: Client) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(head("/health", *["a:"] * 9000))
+        assert client.recv(12) == b"HTTP/1.1 400"
+        assert closed(client)
+
+
+def test_what_is_no_http_behind_an_answer_is_no_defect(
+    server: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(head("/v1/completions", *CHUNKED, method="POST") + b"1\r\na\r\n")
+        assert client.recv(12) == b"HTTP/1.1 401"
+        client.sendall(b"no number\r\n")
+        assert closed(client)
+    assert not any(one.exc_info for one in caplog.records)
+
+
 def test_a_request_that_came_may_take_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "SEND_SECONDS", SOON)
     engine = ScriptedEngine()
