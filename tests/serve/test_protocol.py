@@ -481,7 +481,10 @@ def test_json_is_utf_8() -> None:
 
 
 def test_refusals_of_large_values_take_no_time() -> None:
-    """A name of 31 MB took 38 seconds, and as many names as fit, one of them twice, hours."""
+    """A name of 31 MB took 38 seconds, and as many names as fit, one of them twice, hours.
+
+    A variable of a template whose name has a megabyte took seconds and 20 MB, which stayed.
+    """
     large = 2**24
     begun = time.thread_time()
     for given in (
@@ -500,6 +503,9 @@ def test_refusals_of_large_values_take_no_time() -> None:
     turn = {"role": "user", "content": [{"type": "text", "text": "a"}] * MOST_PARTS}
     for wrong in ({}, {"role": "user", "content": [1] * 400_000}):
         given = {"messages": [turn] * 100 + [wrong] * 400_000}
+        assert len(str(refusal(read_call, given, MODEL, chat=True))) < 400
+    for number in range(8):
+        given = {"messages": [turn], "chat_template_kwargs": {f"{number}{'v' * 2**20}": 1}}
         assert len(str(refusal(read_call, given, MODEL, chat=True))) < 400
     names = ", ".join(f'"{number}": 0' for number in [*range(200_000), 5])
     assert "the key '5' is given 2 times" in str(
