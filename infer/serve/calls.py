@@ -207,8 +207,11 @@ def options_of(call: Completing, model: ServedModel) -> dict[str, Any]:
     """The options of all rows of a call, under the engine's names.
 
     Raises:
-      Refused: for more stop tokens than a row takes, and for what the server cannot draft.
+      Refused: for tokens outside the vocabulary, for more stop tokens than a row takes, and for
+        what the server cannot draft.
     """
+    _check_vocabulary(call.stop_token_ids, model, "stop_token_ids")
+    _check_vocabulary([*call.logit_bias], model, "logit_bias")
     found = call.model_dump(include=OPTIONS, exclude_unset=True)
     found["temperature"] = call.temperature
     if call.top_k == -1:
@@ -402,7 +405,7 @@ def _made(make: Callable[[], Found], param: str) -> Found:
 
 
 def _check_vocabulary(tokens: Sequence[int], model: ServedModel, param: str) -> None:
-    if max(tokens) >= model.vocab_size:
+    if max(tokens, default=0) >= model.vocab_size:
         outside = next(token for token in tokens if token >= model.vocab_size)
         raise Refused(
             f"token id {outside} is outside the model's vocabulary of {model.vocab_size}; tokenise "

@@ -239,6 +239,8 @@ BOTH = TEXTS + CHATS
         ),
         (TEXTS, {"prompt": ["a", 1]}, "must be text, token ids, or a list of one of these"),
         (TEXTS, {"max_tokens": 0}, "max_tokens=0 generates nothing"),
+        (TEXTS, {"stop_token_ids": [1, 26]}, "token id 26 is outside the model's vocabulary"),
+        (CHATS, {"logit_bias": {"1": 1, "99": 1}}, "token id 99 is outside the model's vocabul"),
         (TEXTS, {"best_of": 2}, "best_of=2 must be n=1: nothing is ranked"),
         (CHATS, {"max_tokens": 1, "max_completion_tokens": 2}, "both are given; drop it"),
         (CHATS, {"top_logprobs": 2}, "top_logprobs needs logprobs=true"),
