@@ -355,6 +355,16 @@ def test_scores_of_a_prompt_as_lm_eval_asks_for_them() -> None:
     assert row.options["max_new_tokens"] == 1
 
 
+def test_scores_of_prompts_are_bounded() -> None:
+    """128 choices with the scores of 3 kB of token ids were 69 MB, and more with longer prompts."""
+    model = scripted_model(max_len=100_000)
+    large = {"prompt": [1] * 90_000, "echo": True, "max_tokens": 1}
+    for fields in ({"logprobs": 1}, {"logprobs": 20}, {"n": 16}, {"n": 16, "logprobs": 3}):
+        assert rows_of(completion(**large | fields), model)
+    error = refusal(rows_of, completion(**large, n=16, logprobs=4), model)
+    assert error.param == "logprobs" and "are 8640000 numbers" in str(error)
+
+
 def test_messages_are_made_of_parts_and_developers_are_systems() -> None:
     call = chat(
         messages=[
