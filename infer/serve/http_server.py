@@ -40,6 +40,8 @@ MOST_CHUNKS, LEAST_CHUNK = 1024, 32
 """Chunks of a body whatever they hold, and bytes that others have on average."""
 READ_SECONDS, LEAST_READ = 60.0, 16 * 1024
 """In which a client must have read this number of bytes, or all that was sent."""
+LARGE, MOST_UNREAD = 2**20, 2**29
+"""Bytes that a client has not read yet: of a connection that counts, and of all of these."""
 LAST_WORDS = 5.0
 """Seconds that streams have to send their last event."""
 
@@ -93,6 +95,7 @@ class Connection(H11Protocol):
 
     _sending: asyncio.TimerHandle | None = None
     _reading: asyncio.TimerHandle | None = None
+    _waits_since = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Begin to wait for a head."""
@@ -131,10 +134,31 @@ class Connection(H11Protocol):
         elif self._sending is None:
             self._sending = self.loop.call_later(SEND_SECONDS, self.transport.close)
 
+    @property
+    def unread(self) -> int:
+        """Bytes that wait for the reader."""
+        return self.transport.get_write_buffer_size()
+
     def pause_writing(self) -> None:
         """Begin to wait for the reader."""
         super().pause_writing()
+        self._waits_since = self.loop.time()
         self._await_reader()
+        if self.unread > LARGE:
+            self._bound_unread()
+
+    def _bound_unread(self) -> None:
+        """Cut whoever has read for the longest time where too much is unread, but not a single one.
+
+        Else a client could ask for long answers and read as little of each as keeps it open.
+        """
+        large = [one for one in self.connections if isinstance(one, Connection)]
+        large = sorted(
+            (one for one in large if one.unread > LARGE), key=lambda one: one._waits_since
+        )
+        while len(large) > 1 and sum(one.unread for one in large) > MOST_UNREAD:
+            LOG.info("too much is unread: the connection that waits the longest is cut")
+            large.pop(0).transport.abort()
 
     def resume_writing(self) -> None:
         """The reader has all."""
@@ -142,12 +166,11 @@ class Connection(H11Protocol):
         self._reading = _cancelled(self._reading)
 
     def _await_reader(self) -> None:
-        left = self.transport.get_write_buffer_size()
-        self._reading = self.loop.call_later(READ_SECONDS, self._check_reader, left)
+        self._reading = self.loop.call_later(READ_SECONDS, self._check_reader, self.unread)
 
     def _check_reader(self, before: int) -> None:
         """Go on waiting for a reader that reads. To the application another one has left."""
-        if before - self.transport.get_write_buffer_size() >= LEAST_READ:
+        if before - self.unread >= LEAST_READ:
             self._await_reader()
             return
         LOG.info("a client has read nothing for %g s: its connection is cut", READ_SECONDS)

@@ -1,5 +1,6 @@
 """Clients that are late, and requests that another site's page sends."""
 
+import contextlib
 import json
 import socket
 import threading
@@ -199,6 +200,28 @@ def test_a_slow_reader_gets_all(monkeypatch: pytest.MonkeyPatch) -> None:
             received += client.recv(4096)
             time.sleep(SOON / 20)
         assert length > 200_000 and time.monotonic() - begun > 2 * SOON
+
+
+def received(client: socket.socket) -> int:
+    """Bytes until the server ends the connection."""
+    client.settimeout(10.0)
+    count = 0
+    with contextlib.suppress(ConnectionResetError):
+        while part := client.recv(65_536):
+            count += len(part)
+    return count
+
+
+def test_what_nobody_reads_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer that waits the longest goes; one that waits alone may be as long as it is."""
+    monkeypatch.setattr(http_server, "LARGE", 50_000, raising=False)
+    monkeypatch.setattr(http_server, "MOST_UNREAD", 150_000, raising=False)
+    model = scripted_model(max_len=10_000)
+    long: dict[str, Any] = {"max_tokens": 6000, "logprobs": 5}
+    with serving(ScriptedEngine(), model, send_buffer=4096) as server:
+        with asking(server, **long) as first, asking(server, **long) as second:
+            time.sleep(10 * SOON)
+            assert sorted([received(first) > 200_000, received(second) > 200_000]) == [False, True]
 
 
 @pytest.mark.parametrize(
