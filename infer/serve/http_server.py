@@ -8,11 +8,16 @@ read is bounded where it is read.
 Nor does it bound the work of the event loop, which parses requests: a megabyte of headers takes it
 a second, and one of chunks of a byte each two and a half, before any key is checked. So heads are
 short, and the chunks of a body have some bytes each (:class:`Parser`).
+
+Nor does it bound the number of connections. A process without a file left for one more accepts none
+for seconds, and asyncio writes thousands of tracebacks a second meanwhile. So some are kept free.
 """
 
 import asyncio
 import contextlib
 import logging
+import math
+import resource
 import signal
 import socket
 import sys
@@ -42,6 +47,9 @@ READ_SECONDS, LEAST_READ = 60.0, 16 * 1024
 """In which a client must have read this number of bytes, or all that was sent."""
 LARGE, MOST_UNREAD = 2**20, 2**29
 """Bytes that a client has not read yet: of a connection that counts, and of all of these."""
+BACKLOG, FREE_FILES, MOST_FILES = 256, 512, 2**16
+"""Connections that are accepted at once, files that connections leave to everything else, and those
+that the process asks for where the system gives it more than it has."""
 LAST_WORDS = 5.0
 """Seconds that streams have to send their last event."""
 
@@ -73,6 +81,21 @@ def bound(host: str, port: int) -> socket.socket:
     return found
 
 
+def ask_for_files() -> None:
+    """Ask the system for as many open files as it gives: a shell often gives 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def most_connections() -> float:
+    """Connections for which there are files."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return math.inf if files == resource.RLIM_INFINITY else max(files // 2, files - FREE_FILES)
+
+
 class Parser(h11.Connection):
     """Refuses a body of too many small chunks."""
 
@@ -100,10 +123,21 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Begin to wait for a head."""
         super().connection_made(transport)
+        if len(self.connections) > most_connections():
+            self._make_room()
         self.conn = Parser(h11.SERVER, LONGEST_HEAD)
         # What the system's buffers do not take is what the client is late with, however little.
         transport.set_write_buffer_limits(high=0)
         self._expect()
+
+    def _make_room(self) -> None:
+        """End the connection that awaits a request for the longest time; this one if none does."""
+        waiting = [
+            (one._sending.when(), id(one), one)
+            for one in self.connections
+            if isinstance(one, Connection) and one._sending and not one.transport.is_closing()
+        ]
+        (min(waiting)[-1] if waiting else self).transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Some of a request; the length of a head is looked at between slices."""
@@ -215,6 +249,7 @@ class HttpServer:
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=int(LAST_WORDS),
+            backlog=BACKLOG,
         )
         self._server = _Uvicorn(config)
         self._signals = 0
@@ -229,6 +264,7 @@ class HttpServer:
           The exit status: 0 after a signal, 1 after a failure.
         """
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        ask_for_files()
         failures: list[BaseException] = []
 
         def fail(error: BaseException) -> None:

@@ -202,6 +202,25 @@ def test_a_slow_reader_gets_all(monkeypatch: pytest.MonkeyPatch) -> None:
         assert length > 200_000 and time.monotonic() - begun > 2 * SOON
 
 
+def test_connections_leave_files_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that has sent no request for the longest time makes room, and none that runs."""
+    monkeypatch.setattr(http_server, "most_connections", lambda: 6, raising=False)
+    engine = ScriptedEngine()
+    engine.gate.clear()
+    with serving(engine) as server, contextlib.ExitStack() as stack:
+        running = stack.enter_context(asking(server, max_tokens=2))
+        until(lambda: engine.rows)
+        idle = list[socket.socket]()
+        for _ in range(8):
+            idle.append(socket.create_connection(("127.0.0.1", server.port)))
+            stack.enter_context(idle[-1]).sendall(head()[:20])
+            time.sleep(0.02)
+        assert [closed(one, 0.5) for one in idle] == [True] * 3 + [False] * 5
+        assert server.ask("GET", "/health")[0] == 200
+        engine.gate.set()
+        assert running.recv(15) == b"HTTP/1.1 200 OK"
+
+
 def received(client: socket.socket) -> int:
     """Bytes until the server ends the connection."""
     client.settimeout(10.0)
