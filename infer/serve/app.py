@@ -58,8 +58,9 @@ MOST_HELD, MOST_CONVERTED = 8 * MOST_BYTES, 2 * MOST_BYTES
 that only convert texts."""
 PULSE = 15.0
 """Seconds without an event after which a stream sends a comment: proxies cut what is silent."""
-TOKENISERS, COMPILERS = 2, 1
-"""Threads for texts, and for requests with a form or tools, whose grammars may take seconds."""
+TOKENISERS, COMPILERS, WRITERS = 2, 1, 2
+"""Threads for texts, for requests with a form or tools, whose grammars may take seconds, and for
+answers, which do not wait for the texts of other requests."""
 FORMS = {"tools", "response_format"}
 """Fields from which grammars are made."""
 Found = TypeVar("Found")
@@ -189,6 +190,7 @@ class Routes:
         model = served.model
         self._texts = TokenTexts(model.decode, model.stored_bytes, model.special)
         self._pool = ThreadPoolExecutor(TOKENISERS, thread_name_prefix="tokenize")
+        self._writers = ThreadPoolExecutor(WRITERS, thread_name_prefix="write")
         self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="compile")
         # One: parsing keeps all other threads waiting, the event loop's too.
         self._parser = ThreadPoolExecutor(1, thread_name_prefix="parse")
@@ -227,7 +229,7 @@ class Routes:
             if gone:
                 return Response(status_code=CLIENT_GONE)
             # Log-probabilities of a long prompt take a while to write.
-            body = await self._in_pool(lambda: long_json_bytes(writer.body()))
+            body = await self._written(lambda: long_json_bytes(writer.body()))
             return Response(body, media_type="application/json")
         finally:
             if handle is not None:
@@ -262,7 +264,7 @@ class Routes:
             yield writer.opening()
             async for row, gain in handle.gains():
                 if is_long(gain):
-                    events = await self._in_pool(writer.events, row, gain)
+                    events = await self._written(writer.events, row, gain)
                 else:
                     events = writer.events(row, gain)
                 if events:
@@ -419,8 +421,8 @@ class Routes:
         except TimeoutError:
             raise Refused(f"the body took longer than {BODY_SECONDS:g} s", status=408) from None
 
-    async def _in_pool(self, work: Callable[[*Given], Found], *arguments: *Given) -> Found:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
+    async def _written(self, work: Callable[[*Given], Found], *arguments: *Given) -> Found:
+        return await asyncio.get_running_loop().run_in_executor(self._writers, work, *arguments)
 
 
 async def pulsing(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

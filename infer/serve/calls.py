@@ -54,6 +54,9 @@ FIXED = {"messages", "tools", "documents", "add_generation_prompt"}
 """Variables of a template that other fields say."""
 COMPILE_SECONDS = 10.0
 """In which the grammars of a request must have been compiled: each choice has its own."""
+MOST_SCORES = 2**23
+"""Numbers of the log-probabilities of echoed prompts in an answer, some 27 bytes of JSON each. All
+choices repeat them, so that an answer may be ten thousand times as long as its request."""
 END = 16
 """Tokens at the end of a prompt that may close the reasoning."""
 Found = TypeVar("Found")
@@ -207,8 +210,11 @@ def options_of(call: Completing, model: ServedModel) -> dict[str, Any]:
     """The options of all rows of a call, under the engine's names.
 
     Raises:
-      Refused: for more stop tokens than a row takes, and for what the server cannot draft.
+      Refused: for tokens outside the vocabulary, for more stop tokens than a row takes, and for
+        what the server cannot draft.
     """
+    _check_vocabulary(call.stop_token_ids, model, "stop_token_ids")
+    _check_vocabulary([*call.logit_bias], model, "logit_bias")
     found = call.model_dump(include=OPTIONS, exclude_unset=True)
     found["temperature"] = call.temperature
     if call.top_k == -1:
@@ -360,6 +366,7 @@ def rows_of(call: Call, model: ServedModel, client: str = "") -> tuple[Row, ...]
         common["logprobs"] = call.alternatives
         if call.echo:
             common["prompt_logprobs"] = call.alternatives
+            _check_scores(sum(map(len, prompts)) * call.n, call.alternatives)
     if client or call.cache_salt:
         common["cache_salt"] = f"{client} {call.cache_salt or ''}"  # The word has no space.
     grammar, asked = _grammar(call, model, thinking)
@@ -402,12 +409,24 @@ def _made(make: Callable[[], Found], param: str) -> Found:
 
 
 def _check_vocabulary(tokens: Sequence[int], model: ServedModel, param: str) -> None:
-    if max(tokens) >= model.vocab_size:
+    if max(tokens, default=0) >= model.vocab_size:
         outside = next(token for token in tokens if token >= model.vocab_size)
         raise Refused(
             f"token id {outside} is outside the model's vocabulary of {model.vocab_size}; tokenise "
             "with this model's tokenizer",
             param,
+        )
+
+
+def _check_scores(tokens: int, alternatives: int) -> None:
+    """Refuse an answer whose log-probabilities of echoed prompts would take gigabytes."""
+    numbers = tokens * (2 + alternatives)  # Its own and its place beside them.
+    if numbers > MOST_SCORES:
+        raise Refused(
+            f"the log-probabilities of {tokens} echoed tokens with {alternatives} alternatives are "
+            f"{numbers} numbers, and an answer may have {MOST_SCORES}; send fewer prompts or "
+            "choices in each request, or ask for fewer alternatives",
+            "logprobs",
         )
 
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
+from longspec_jax.checks import shown
 from longspec_jax.generation.grammar import check_schema, referred
 
 from .forms import LONGEST_VALUE, Around, CallReader, escaped, literal, properties_of, value_of
@@ -28,6 +29,12 @@ _WITHOUT_EFFECT = (
     *("$defs", "definitions", "$schema", "$id", "pattern", "format", "additionalProperties"),
 )
 """What says nothing of a value, and what does not bind."""
+_TYPES: Mapping[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems"), int),
+    **dict.fromkeys(("enum", "anyOf", "oneOf", "required"), list),
+    **{"type": (str, list), "$ref": str, "properties": Mapping},
+}
+"""Of what is read here and not by the library of grammars."""
 
 
 class Gemma:
@@ -97,6 +104,9 @@ class _Rules:
                 f"{unknown[0]} cannot be written as a grammar of Gemma's calls; known are "
                 f"{', '.join(_READ)}"
             )
+        for key, kind in _TYPES.items():
+            if key in schema and not isinstance(schema[key], kind):
+                raise ValueError(f"{key}={shown(schema[key])} is nothing that JSON schemas have")
         choices = self._choices(schema) + (['"null"'] if schema.get("nullable") else [])
         return f"({' | '.join(choices)})"
 
@@ -140,8 +150,8 @@ class _Rules:
     def object(self, schema: Mapping[str, Any]) -> str:
         """An object: the fields that it names alone, unless it names none."""
         fields, needed = properties_of(schema), schema.get("required", [])
-        if unknown := [name for name in needed if name not in fields]:
-            raise ValueError(f"{unknown[0]!r} is required and none of the properties")
+        if unknown := [name for name in needed if not isinstance(name, str) or name not in fields]:
+            raise ValueError(f"{shown(unknown[0])} is required and none of the properties")
         if not fields:
             others = schema.get("additionalProperties", True)
             return '"{}"' if others is False else _object(self.value(others))

@@ -4,17 +4,27 @@ Uvicorn bounds how long a connection may rest between requests, and nothing else
 keep a connection for ever by a header that never ends, by a body that nobody reads any more, or by
 a stream that it does not read. :class:`Connection` bounds these waits. The time for a body that is
 read is bounded where it is read.
+
+Nor does it bound the work of the event loop, which parses requests: a megabyte of headers takes it
+a second, and one of chunks of a byte each two and a half, before any key is checked. So heads are
+short, and the chunks of a body have some bytes each (:class:`Parser`).
+
+Nor does it bound the number of connections. A process without a file left for one more accepts none
+for seconds, and asyncio writes thousands of tracebacks a second meanwhile. So some are kept free.
 """
 
 import asyncio
 import contextlib
 import logging
+import math
+import resource
 import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import h11
 import uvicorn
@@ -29,8 +39,17 @@ LOG = logging.getLogger("longspec.serve")
 SEND_SECONDS = 20.0
 """In which a client must have sent the head of a request, and the rest of a body that was answered
 before its end."""
+SLICE = LONGEST_HEAD = 16 * 1024
+"""Bytes that are parsed at once, and those in which a head must have ended when a slice has."""
+MOST_CHUNKS, LEAST_CHUNK = 1024, 32
+"""Chunks of a body whatever they hold, and bytes that others have on average."""
 READ_SECONDS, LEAST_READ = 60.0, 16 * 1024
 """In which a client must have read this number of bytes, or all that was sent."""
+LARGE, MOST_UNREAD = 2**20, 2**29
+"""Bytes that a client has not read yet: of a connection that counts, and of all of these."""
+BACKLOG, FREE_FILES, MOST_FILES = 256, 512, 2**16
+"""Connections that are accepted at once, files that connections leave to everything else, and those
+that the process asks for where the system gives it more than it has."""
 LAST_WORDS = 5.0
 """Seconds that streams have to send their last event."""
 
@@ -62,23 +81,78 @@ def bound(host: str, port: int) -> socket.socket:
     return found
 
 
+def ask_for_files() -> None:
+    """Ask the system for as many open files as it gives: a shell often gives 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def most_connections() -> float:
+    """Connections for which there are files."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return math.inf if files == resource.RLIM_INFINITY else max(files // 2, files - FREE_FILES)
+
+
+class Parser(h11.Connection):
+    """Refuses a body of too many small chunks."""
+
+    _chunks = _bytes = 0
+
+    def next_event(self) -> Any:
+        """Read on."""
+        event = super().next_event()
+        if isinstance(event, h11.Data):
+            self._chunks, self._bytes = self._chunks + 1, self._bytes + len(event.data)
+            if self._chunks > MOST_CHUNKS + self._bytes // LEAST_CHUNK:
+                raise h11.RemoteProtocolError("the chunks of the body are too small")
+        elif isinstance(event, h11.Request):
+            self._chunks = self._bytes = 0
+        return event
+
+
 class Connection(H11Protocol):
-    """Closes the connection of a client that is late."""
+    """Closes the connection of a client that is late, or whose requests take long to parse."""
 
     _sending: asyncio.TimerHandle | None = None
     _reading: asyncio.TimerHandle | None = None
+    _waits_since = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Begin to wait for a head."""
         super().connection_made(transport)
+        if len(self.connections) > most_connections():
+            self._make_room()
+        self.conn = Parser(h11.SERVER, LONGEST_HEAD)
         # What the system's buffers do not take is what the client is late with, however little.
         transport.set_write_buffer_limits(high=0)
         self._expect()
 
+    def _make_room(self) -> None:
+        """End the connection that awaits a request for the longest time; this one if none does."""
+        waiting = [
+            (one._sending.when(), id(one), one)
+            for one in self.connections
+            if isinstance(one, Connection) and one._sending and not one.transport.is_closing()
+        ]
+        (min(waiting)[-1] if waiting else self).transport.abort()
+
     def data_received(self, data: bytes) -> None:
-        """Some of a request."""
-        super().data_received(data)
+        """Some of a request; the length of a head is looked at between slices."""
+        for begin in range(0, len(data), SLICE):
+            super().data_received(data[begin : begin + SLICE])
+            if self.transport.is_closing():
+                return
         self._expect()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP; where the request was answered already, only close."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
 
     def on_response_complete(self) -> None:
         """Begin to wait for the next request."""
@@ -94,10 +168,31 @@ class Connection(H11Protocol):
         elif self._sending is None:
             self._sending = self.loop.call_later(SEND_SECONDS, self.transport.close)
 
+    @property
+    def unread(self) -> int:
+        """Bytes that wait for the reader."""
+        return self.transport.get_write_buffer_size()
+
     def pause_writing(self) -> None:
         """Begin to wait for the reader."""
         super().pause_writing()
+        self._waits_since = self.loop.time()
         self._await_reader()
+        if self.unread > LARGE:
+            self._bound_unread()
+
+    def _bound_unread(self) -> None:
+        """Cut whoever has read for the longest time where too much is unread, but not a single one.
+
+        Else a client could ask for long answers and read as little of each as keeps it open.
+        """
+        large = [one for one in self.connections if isinstance(one, Connection)]
+        large = sorted(
+            (one for one in large if one.unread > LARGE), key=lambda one: one._waits_since
+        )
+        while len(large) > 1 and sum(one.unread for one in large) > MOST_UNREAD:
+            LOG.info("too much is unread: the connection that waits the longest is cut")
+            large.pop(0).transport.abort()
 
     def resume_writing(self) -> None:
         """The reader has all."""
@@ -105,12 +200,11 @@ class Connection(H11Protocol):
         self._reading = _cancelled(self._reading)
 
     def _await_reader(self) -> None:
-        left = self.transport.get_write_buffer_size()
-        self._reading = self.loop.call_later(READ_SECONDS, self._check_reader, left)
+        self._reading = self.loop.call_later(READ_SECONDS, self._check_reader, self.unread)
 
     def _check_reader(self, before: int) -> None:
         """Go on waiting for a reader that reads. To the application another one has left."""
-        if before - self.transport.get_write_buffer_size() >= LEAST_READ:
+        if before - self.unread >= LEAST_READ:
             self._await_reader()
             return
         LOG.info("a client has read nothing for %g s: its connection is cut", READ_SECONDS)
@@ -155,6 +249,7 @@ class HttpServer:
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=int(LAST_WORDS),
+            backlog=BACKLOG,
         )
         self._server = _Uvicorn(config)
         self._signals = 0
@@ -169,6 +264,7 @@ class HttpServer:
           The exit status: 0 after a signal, 1 after a failure.
         """
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        ask_for_files()
         failures: list[BaseException] = []
 
         def fail(error: BaseException) -> None:

@@ -13,6 +13,7 @@ A grammar is of all that a model writes, reasoning included, so that it begins w
 a drafted tree that ends the reasoning goes on under the same rules.
 """
 
+import functools
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -81,7 +82,12 @@ class Markup:
 
     def names(self, variable: str) -> bool:
         """Whether the template names a variable."""
-        return re.search(rf"\b{re.escape(variable)}\b", self.template) is not None
+        return variable in self._words
+
+    @functools.cached_property
+    def _words(self) -> frozenset[str]:
+        # Not a pattern of the variable: Python keeps patterns, and compiles a long one for minutes.
+        return frozenset(re.findall(r"\w+", self.template))
 
     @property
     def calls(self) -> CallRules | None:

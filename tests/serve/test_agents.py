@@ -247,6 +247,7 @@ def test_refusals_name_the_field(server: Client) -> None:
         ),
         ("messages", "an assistant's message alone", {"messages": [{**assistant, "role": "user"}]}),
         ("chat_template_kwargs", "'color'", {"chat_template_kwargs": {"color": 1}}),
+        ("chat_template_kwargs", "'message.role'", {"chat_template_kwargs": {"message.role": 1}}),
         ("chat_template_kwargs", "another field says", {"chat_template_kwargs": {"tools": 1}}),
         ("reasoning_effort", "does not name it", {"reasoning_effort": "low"}),
     ]

@@ -1,5 +1,6 @@
 """Clients that are late, and requests that another site's page sends."""
 
+import contextlib
 import json
 import socket
 import threading
@@ -71,6 +72,54 @@ def test_a_request_that_does_not_come_ends_its_connection(
         assert closed(client, 3.0) and time.monotonic() - begun < 3.0
         ended.set()
         dripping.join()
+
+
+CHUNKED = "Content-Type: application/json", "Transfer-Encoding: chunked"
+
+
+def chunks(*parts: bytes) -> bytes:
+    return b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (*parts, b""))
+
+
+@pytest.mark.parametrize("key", ["key", "another"])
+def test_a_body_of_tiny_chunks_is_not_parsed_to_its_end(key: str) -> None:
+    """Parsing them takes the event loop longer than sending them, and every stream waits."""
+    sent = head("/v1/completions", f"Authorization: Bearer {key}", *CHUNKED, method="POST")
+    sent += chunks(*[b" "] * 2000).removesuffix(chunks())
+    with (
+        serving(ScriptedEngine(), api_key="key") as server,
+        socket.create_connection(("127.0.0.1", server.port)) as client,
+    ):
+        client.sendall(sent)
+        assert closed(client, 3.0), "the next one is not awaited"
+
+
+def test_a_body_of_chunks_is_read(server: Client) -> None:
+    body = json.dumps({"prompt": "ab", "user": "x" * 100_000, "max_tokens": 2}).encode()
+    asked = head("/v1/completions", "Authorization: Bearer key", *CHUNKED, method="POST")
+    for size in (50, 1000, 100_000):
+        parts = [body[begin : begin + size] for begin in range(0, len(body), size)]
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            client.sendall(asked + chunks(*parts))
+            assert client.recv(15) == b"HTTP/1.1 200 OK"
+
+
+def test_a_long_head_is_refused_however_it_comes(server: Client) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(head("/health", *["a:"] * 9000))
+        assert client.recv(12) == b"HTTP/1.1 400"
+        assert closed(client)
+
+
+def test_what_is_no_http_behind_an_answer_is_no_defect(
+    server: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(head("/v1/completions", *CHUNKED, method="POST") + b"1\r\na\r\n")
+        assert client.recv(12) == b"HTTP/1.1 401"
+        client.sendall(b"no number\r\n")
+        assert closed(client)
+    assert not any(one.exc_info for one in caplog.records)
 
 
 def test_a_request_that_came_may_take_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,6 +200,47 @@ def test_a_slow_reader_gets_all(monkeypatch: pytest.MonkeyPatch) -> None:
             received += client.recv(4096)
             time.sleep(SOON / 20)
         assert length > 200_000 and time.monotonic() - begun > 2 * SOON
+
+
+def test_connections_leave_files_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that has sent no request for the longest time makes room, and none that runs."""
+    monkeypatch.setattr(http_server, "most_connections", lambda: 6, raising=False)
+    engine = ScriptedEngine()
+    engine.gate.clear()
+    with serving(engine) as server, contextlib.ExitStack() as stack:
+        running = stack.enter_context(asking(server, max_tokens=2))
+        until(lambda: engine.rows)
+        idle = list[socket.socket]()
+        for _ in range(8):
+            idle.append(socket.create_connection(("127.0.0.1", server.port)))
+            stack.enter_context(idle[-1]).sendall(head()[:20])
+            time.sleep(0.02)
+        assert [closed(one, 0.5) for one in idle] == [True] * 3 + [False] * 5
+        assert server.ask("GET", "/health")[0] == 200
+        engine.gate.set()
+        assert running.recv(15) == b"HTTP/1.1 200 OK"
+
+
+def received(client: socket.socket) -> int:
+    """Bytes until the server ends the connection."""
+    client.settimeout(10.0)
+    count = 0
+    with contextlib.suppress(ConnectionResetError):
+        while part := client.recv(65_536):
+            count += len(part)
+    return count
+
+
+def test_what_nobody_reads_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer that waits the longest goes; one that waits alone may be as long as it is."""
+    monkeypatch.setattr(http_server, "LARGE", 50_000, raising=False)
+    monkeypatch.setattr(http_server, "MOST_UNREAD", 150_000, raising=False)
+    model = scripted_model(max_len=10_000)
+    long: dict[str, Any] = {"max_tokens": 6000, "logprobs": 5}
+    with serving(ScriptedEngine(), model, send_buffer=4096) as server:
+        with asking(server, **long) as first, asking(server, **long) as second:
+            time.sleep(10 * SOON)
+            assert sorted([received(first) > 200_000, received(second) > 200_000]) == [False, True]
 
 
 @pytest.mark.parametrize(

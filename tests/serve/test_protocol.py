@@ -239,6 +239,8 @@ BOTH = TEXTS + CHATS
         ),
         (TEXTS, {"prompt": ["a", 1]}, "must be text, token ids, or a list of one of these"),
         (TEXTS, {"max_tokens": 0}, "max_tokens=0 generates nothing"),
+        (TEXTS, {"stop_token_ids": [1, 26]}, "token id 26 is outside the model's vocabulary"),
+        (CHATS, {"logit_bias": {"1": 1, "99": 1}}, "token id 99 is outside the model's vocabul"),
         (TEXTS, {"best_of": 2}, "best_of=2 must be n=1: nothing is ranked"),
         (CHATS, {"max_tokens": 1, "max_completion_tokens": 2}, "both are given; drop it"),
         (CHATS, {"top_logprobs": 2}, "top_logprobs needs logprobs=true"),
@@ -351,6 +353,16 @@ def test_scores_of_a_prompt_as_lm_eval_asks_for_them() -> None:
     }
     [row] = rows_of(completion(max_tokens=0, echo=True), MODEL)
     assert row.options["max_new_tokens"] == 1
+
+
+def test_scores_of_prompts_are_bounded() -> None:
+    """128 choices with the scores of 3 kB of token ids were 69 MB, and more with longer prompts."""
+    model = scripted_model(max_len=100_000)
+    large = {"prompt": [1] * 90_000, "echo": True, "max_tokens": 1}
+    for fields in ({"logprobs": 1}, {"logprobs": 20}, {"n": 16}, {"n": 16, "logprobs": 3}):
+        assert rows_of(completion(**large | fields), model)
+    error = refusal(rows_of, completion(**large, n=16, logprobs=4), model)
+    assert error.param == "logprobs" and "are 8640000 numbers" in str(error)
 
 
 def test_messages_are_made_of_parts_and_developers_are_systems() -> None:
@@ -481,7 +493,10 @@ def test_json_is_utf_8() -> None:
 
 
 def test_refusals_of_large_values_take_no_time() -> None:
-    """A name of 31 MB took 38 seconds, and as many names as fit, one of them twice, hours."""
+    """A name of 31 MB took 38 seconds, and as many names as fit, one of them twice, hours.
+
+    A variable of a template whose name has a megabyte took seconds and 20 MB, which stayed.
+    """
     large = 2**24
     begun = time.thread_time()
     for given in (
@@ -500,6 +515,9 @@ def test_refusals_of_large_values_take_no_time() -> None:
     turn = {"role": "user", "content": [{"type": "text", "text": "a"}] * MOST_PARTS}
     for wrong in ({}, {"role": "user", "content": [1] * 400_000}):
         given = {"messages": [turn] * 100 + [wrong] * 400_000}
+        assert len(str(refusal(read_call, given, MODEL, chat=True))) < 400
+    for number in range(8):
+        given = {"messages": [turn], "chat_template_kwargs": {f"{number}{'v' * 2**20}": 1}}
         assert len(str(refusal(read_call, given, MODEL, chat=True))) < 400
     names = ", ".join(f'"{number}": 0' for number in [*range(200_000), 5])
     assert "the key '5' is given 2 times" in str(

@@ -543,6 +543,35 @@ def test_forms_hold_up_no_texts_and_leave_with_their_clients(
     assert read == ["first", "last"]
 
 
+def test_an_answer_does_not_wait_for_the_texts_of_other_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whole ones, and those of streams that are long, were written by what tokenises."""
+    going, rows_of, slow = threading.Event(), app.rows_of, list[str]()
+
+    def held_back(call: Any, *given: Any) -> Any:
+        if call.user == "slow":
+            slow.append(call.user)
+            assert going.wait(30)
+        return rows_of(call, *given)
+
+    monkeypatch.setattr(app, "rows_of", held_back)
+    engine = ScriptedEngine()
+    engine.gate.clear()
+    body = {"prompt": "ab", "max_tokens": 2}
+    with serving(engine) as server, ThreadPoolExecutor(4) as pool:
+        answer = pool.submit(server.post, "/v1/completions", **body)
+        until(lambda: engine.rows)
+        others = [
+            pool.submit(server.post, "/v1/completions", **body, user="slow") for _ in range(2)
+        ]
+        until(lambda: len(slow) == 2)
+        engine.gate.set()
+        assert answer.result(5)[0] == 200
+        going.set()
+        assert [one.result()[0] for one in others] == [200, 200]
+
+
 def test_bodies_that_wait_to_be_tokenised_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """From their first byte on, while they are parsed and while they are tokenised."""
     for name, path in (
