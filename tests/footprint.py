@@ -124,9 +124,17 @@ class FootprintCheck:
 
 
 def drop_programs() -> None:
-    """Unmap every executable, and give what the compiler allocated back to the system."""
+    """Unmap executables, and give what the compiler allocated back to the system.
+
+    All of them; but an engine that is prepared compiles nothing any more, so as long as one is open
+    only those that nobody has pinned.
+    """
+    pinned = []
+    if programs := sys.modules.get("longspec_jax.decoding.programs"):
+        with programs.RECENT.limited(0):
+            pinned = programs.RECENT.values()
     gc.collect()
-    if jax := sys.modules.get("jax"):
+    if (jax := sys.modules.get("jax")) and not pinned:
         jax.clear_caches()
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)

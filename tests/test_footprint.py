@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
+from longspec_jax.decoding.programs import RECENT, program
 from tests.footprint import Footprint, drop_programs
 from tests.kit import each_row
 
@@ -26,6 +28,17 @@ def test_programs_are_unmapped_though_their_functions_live_on() -> None:
     held = Footprint.now().mappings
     drop_programs()
     assert held - before > 4 * (Footprint.now().mappings - before)
+
+
+def test_programs_that_an_engine_has_prepared_stay_as_long_as_it_is_open() -> None:
+    with RECENT.noted() as prepared:
+        program()(lambda x: 2 * x)(np.ones(1))
+    RECENT.pin(prepared)
+    drop_programs()
+    assert RECENT.keeps(prepared)
+    RECENT.unpin(prepared)
+    drop_programs()
+    assert not RECENT.keeps(prepared)
 
 
 @pytest.mark.multiproc

@@ -77,7 +77,6 @@ def test_logprobs_are_those_of_hugging_face(
         {"logprobs": 20, "speculate": False},
     ]
     formed: list[dict[str, Any]] = [{"temperature": 1.0}, {"speculate": False}]
-    # In one test: between two of them programs may be dropped, where memory is short.
     with compilations() as compiled:
         found = ran(engine, *options)
         texts(engine, [engine.submit("ab c", grammar=grammar, **REQUESTS[0] | o) for o in formed])
