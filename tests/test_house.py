@@ -71,6 +71,10 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+def teardown_module() -> None:
+    parsed.cache_clear()  # A hundred megabytes.
+
+
 class Walk(NamedTuple):
     """What ran of our own."""
 

@@ -62,9 +62,7 @@ def alone() -> list[str | None]:
         else row["prompt"]
         for row in rows
     ]
-    most = [
-        row.get("max_tokens", MAX_LEN - len(ids)) for row, ids in zip(rows, prompts, strict=True)
-    ]
+    most = [row.get("max_tokens", MAX_LEN - len(it)) for row, it in zip(rows, prompts, strict=True)]
     ends = [[0] * (not row.get("ignore_eos")) + row.get("stop_token_ids", []) for row in rows]
     options = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": 0}
     options |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
