@@ -75,7 +75,7 @@ class FootprintCheck:
         if resident_bytes() > self._much:
             drop_programs()
             # What stays now would stay after every test: with jax 0.12 it comes near to as much.
-            self._much = max(MUCH_BYTES, resident_bytes() + 100_000_000)
+            self._much = max(MUCH_BYTES, resident_bytes() + 50_000_000)
 
     @pytest.fixture(scope="module", autouse=True)
     def _programs_end_with_their_module(self, request: pytest.FixtureRequest) -> Iterator[None]:
