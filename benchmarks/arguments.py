@@ -97,6 +97,11 @@ def _each(kind: Any, words: str, default: Any = None) -> dict[str, Any]:
     return {**several(kind, commas=True), "help": words, "default": default}
 
 
+def _trees(kind: Any, words: str, default: Any) -> dict[str, Any]:
+    """An option that is given once for each of its trees, which have commas of their own."""
+    return {**several(kind), "help": words, "default": default}
+
+
 def _draft_option(words: str) -> dict[str, Any]:
     return {**several(cli.draft_option), "metavar": "NAME[=VALUE]", "help": words}
 
@@ -195,11 +200,7 @@ DECODE: Options = {
         "this shape",
         "longspec",
     ),
-    "tree": {
-        **several(drafting_tree),
-        "help": TREE_WORDS,
-        "default": ByMachine([DEFAULT_TREE], [CHAIN]),
-    },
+    "tree": _trees(drafting_tree, TREE_WORDS, ByMachine([DEFAULT_TREE], [CHAIN])),
     "draft_option": _draft_option(
         "an option of the draft's kind. longspec: int8 reads weights and LM head in 8 bits (here "
         "only where it is named), vocabulary=N proposes N tokens only"
@@ -229,11 +230,7 @@ MATCH: Options = {
         "draft's folder or kind",
         ["oracle", "ngram"],
     ),
-    "tree": {
-        **several(drafting_tree),
-        "help": TREE_WORDS,
-        "default": ByMachine([*MATCHED_TREES], [MATCHED_TREES[-1]]),
-    },
+    "tree": _trees(drafting_tree, TREE_WORDS, ByMachine([*MATCHED_TREES], [MATCHED_TREES[-1]])),
     "batch": _each(COUNT, "rows that are decoded at once", ByMachine([1, 8], [1, 3])),
     "context": _each(
         COUNT,
@@ -286,12 +283,12 @@ TEXTS: Options = {
     "context": _each(COUNT, "tokens of a prompt", ByMachine([1024, 8192], [256])),
     "batch": _each(COUNT, "prompts that are decoded at once", [1]),
     "temperature": _each(cli.value(rule("temperature")), "0 is greedy", [0.0, 1.0]),
-    "tree": {
-        **several(text_tree),
-        "help": f"{DEFAULT} for the default choice, which is taken if absent, and what it is "
-        f"compared with: {cli.TREE_GRAMMAR}",
-        "default": [None],
-    },
+    "tree": _trees(
+        text_tree,
+        f"{DEFAULT} for the default choice, which is taken if absent, and what it is compared "
+        f"with: {cli.TREE_GRAMMAR}",
+        [None],
+    ),
     "dtype": DTYPE,
     "new_tokens": _of(SEVERAL_TOKENS, "tokens that continue every prompt", ByMachine(256, 32)),
 }

@@ -105,8 +105,16 @@ def all_settings(arguments: argparse.Namespace) -> list[Setting]:
             draft_options(arguments.draft, as_options(arguments.draft_option), SHAPES[shape])
     return [
         Setting(
-            *(shape, context, batch, tree, arguments.new_tokens, arguments.acceptance),
-            *(arguments.repetitions, arguments.turns, arguments.weights, arguments.prefill),
+            shape=shape,
+            context=context,
+            batch=batch,
+            tree=tree,
+            new_tokens=arguments.new_tokens,
+            acceptance=arguments.acceptance,
+            repetitions=arguments.repetitions,
+            turns=arguments.turns,
+            weights=arguments.weights,
+            chunk=arguments.prefill,
         )
         for shape in dict.fromkeys(arguments.shape)
         for batch in arguments.batch

@@ -110,10 +110,7 @@ QWEN35_4B = TargetConfig(
 QWEN35_27B = dataclasses.replace(
     QWEN35_4B,
     **shape("Qwen3_5", 248320, (5120, 17408), 64, (24, 4), 256),
-    kinds=(
-        LayerConfig(recurrence=RecurrenceConfig(16, 48, 128, 128)),
-        LayerConfig(Rotary(1e7, width=64)),
-    ),
+    kinds=(LayerConfig(recurrence=RecurrenceConfig(16, 48, 128, 128)), QWEN35_4B.kinds[1]),
     pattern=(0, 0, 0, 1) * 16,
     tied_embeddings=False,
 )

@@ -108,7 +108,8 @@ class FootprintCheck:
     def pytest_testnodedown(self, node: Any) -> None:
         # A worker that crashed has no output.
         output = getattr(node, "workeroutput", {})
-        self._largest |= {name: Footprint(*it) for name, it in output.get("footprint", {}).items()}
+        reported = output.get("footprint", {})
+        self._largest |= {worker: Footprint(*it) for worker, it in reported.items()}
         self._costs |= output.get("costs", {})
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:

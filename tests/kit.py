@@ -121,9 +121,9 @@ def compilations() -> Iterator[list[str]]:
     """The names of the programs that are compiled inside, by whichever thread."""
     names: list[str] = []
 
-    def note(event: str, duration_secs: float, **more: object) -> None:
+    def note(event: str, duration_secs: float, *, fun_name: str = "", **_: object) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
-            names.append(str(more["fun_name"]))
+            names.append(fun_name)
 
     jax.monitoring.register_event_duration_secs_listener(note)
     try:

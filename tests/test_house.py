@@ -10,7 +10,6 @@ import sys
 import tokenize
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -66,13 +65,8 @@ def files_of(*folders: str) -> Iterator[Path]:
         yield from sorted((ROOT / folder).rglob("*.py"))
 
 
-@cache
 def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
-
-
-def teardown_module() -> None:
-    parsed.cache_clear()  # A hundred megabytes.
 
 
 class Walk(NamedTuple):

@@ -24,7 +24,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import h11
 import uvicorn
@@ -101,7 +100,7 @@ class Parser(h11.Connection):
 
     _chunks = _bytes = 0
 
-    def next_event(self) -> Any:
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         """Read on."""
         event = super().next_event()
         if isinstance(event, h11.Data):
@@ -118,7 +117,7 @@ class Connection(H11Protocol):
 
     _sending: asyncio.TimerHandle | None = None
     _reading: asyncio.TimerHandle | None = None
-    _waits_since = 0.0
+    _paused_at = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Begin to wait for a head."""
@@ -132,12 +131,12 @@ class Connection(H11Protocol):
 
     def _make_room(self) -> None:
         """End the connection that awaits a request for the longest time; this one if none does."""
-        waiting = [
-            (one._sending.when(), id(one), one)
+        waiting = {
+            one: one._sending.when()
             for one in self.connections
             if isinstance(one, Connection) and one._sending and not one.transport.is_closing()
-        ]
-        (min(waiting)[-1] if waiting else self).transport.abort()
+        }
+        (min(waiting, key=waiting.__getitem__) if waiting else self).transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Some of a request; the length of a head is looked at between slices."""
@@ -176,23 +175,21 @@ class Connection(H11Protocol):
     def pause_writing(self) -> None:
         """Begin to wait for the reader."""
         super().pause_writing()
-        self._waits_since = self.loop.time()
+        self._paused_at = self.loop.time()
         self._await_reader()
         if self.unread > LARGE:
             self._bound_unread()
 
     def _bound_unread(self) -> None:
-        """Cut whoever has read for the longest time where too much is unread, but not a single one.
+        """Cut the slowest readers while all of them together leave too much unread; one stays.
 
         Else a client could ask for long answers and read as little of each as keeps it open.
         """
-        large = [one for one in self.connections if isinstance(one, Connection)]
-        large = sorted(
-            (one for one in large if one.unread > LARGE), key=lambda one: one._waits_since
-        )
-        while len(large) > 1 and sum(one.unread for one in large) > MOST_UNREAD:
+        every = [one for one in self.connections if isinstance(one, Connection)]
+        slow = sorted((one for one in every if one.unread > LARGE), key=lambda one: one._paused_at)
+        while len(slow) > 1 and sum(one.unread for one in slow) > MOST_UNREAD:
             LOG.info("too much is unread: the connection that waits the longest is cut")
-            large.pop(0).transport.abort()
+            slow.pop(0).transport.abort()
 
     def resume_writing(self) -> None:
         """The reader has all."""

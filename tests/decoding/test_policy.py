@@ -221,10 +221,10 @@ def test_a_look_that_comes_first_replaces_the_tree_that_was_to_begin_by_no_narro
     shown = np.asarray([[1.0, 1.85, 2.0]] * 8)
     assert policy.choose().candidate == 2, "a look at the tree that nothing else shows"
     after = policy.observe(2, Measurement(8, 8, 16, 8 * 2.3e-3, shown))
-    faster = replace(after.estimates[0], tokens=1.25 * after.estimates[0].weight)
-    assert replace(after, estimates=(faster, *after.estimates[1:])).leader == 1
-    much_faster = replace(faster, tokens=2 * faster.weight)
-    assert replace(after, estimates=(much_faster, *after.estimates[1:])).leader == 0
+    first, *others = after.estimates
+    for mean, leader in ((1.25, 1), (2.0, 0)):
+        faster = replace(first, tokens=mean * first.weight)
+        assert replace(after, estimates=(faster, *others)).leader == leader
 
 
 def test_a_growing_context_misleads_nobody() -> None:

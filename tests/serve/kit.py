@@ -70,10 +70,11 @@ def logprob(token: int) -> Any:
 class ScriptedEngine:
     """Answers with the letters behind the prompt's last one, two accepted tokens a round.
 
-    ``gate`` holds back all steps; ``fail`` is raised by the next one.
+    ``gate`` holds back all steps, from the first one if ``held``; ``fail`` is raised by the next.
     """
 
     gate: threading.Event = field(default_factory=threading.Event)
+    held: bool = False
     fail: Exception | None = None
     finish: str = "length"
     reason: str | None = None
@@ -87,7 +88,8 @@ class ScriptedEngine:
     """A step for each release, where it is given."""
 
     def __post_init__(self) -> None:
-        self.gate.set()
+        if not self.held:
+            self.gate.set()
 
     @property
     def busy(self) -> bool:

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -55,23 +56,19 @@ UNFINISHED: dict[str, bytes] = {
 def test_a_request_that_does_not_come_ends_its_connection(
     server: Client, sent: bytes, drips: bool
 ) -> None:
-    with socket.create_connection(("127.0.0.1", server.port)) as client:
+    ended, place = threading.Event(), ("127.0.0.1", server.port)
+    with ThreadPoolExecutor(1) as pool, socket.create_connection(place) as client:
         client.sendall(sent)
-        ended = threading.Event()
 
         def drip() -> None:
-            while drips and not ended.wait(SOON / 4):
-                try:
+            with contextlib.suppress(OSError):
+                while drips and not ended.wait(SOON / 4):
                     client.sendall(b"x")
-                except OSError:
-                    return
 
-        dripping = threading.Thread(target=drip)
-        dripping.start()
+        pool.submit(drip)
         begun = time.monotonic()
         assert closed(client, 3.0) and time.monotonic() - begun < 3.0
         ended.set()
-        dripping.join()
 
 
 CHUNKED = "Content-Type: application/json", "Transfer-Encoding: chunked"
@@ -124,8 +121,7 @@ def test_what_is_no_http_behind_an_answer_is_no_defect(
 
 def test_a_request_that_came_may_take_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "SEND_SECONDS", SOON)
-    engine = ScriptedEngine()
-    engine.gate.clear()
+    engine = ScriptedEngine(held=True)
     threading.Timer(4 * SOON, engine.gate.set).start()
     with serving(engine) as server:
         begun = time.monotonic()
@@ -205,8 +201,7 @@ def test_a_slow_reader_gets_all(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_connections_leave_files_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that has sent no request for the longest time makes room, and none that runs."""
     monkeypatch.setattr(http_server, "most_connections", lambda: 6, raising=False)
-    engine = ScriptedEngine()
-    engine.gate.clear()
+    engine = ScriptedEngine(held=True)
     with serving(engine) as server, contextlib.ExitStack() as stack:
         running = stack.enter_context(asking(server, max_tokens=2))
         until(lambda: engine.rows)

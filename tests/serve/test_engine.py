@@ -62,8 +62,6 @@ def alone() -> list[str | None]:
         else row["prompt"]
         for row in rows
     ]
-    most = [row.get("max_tokens", MAX_LEN - len(it)) for row, it in zip(rows, prompts, strict=True)]
-    ends = [[0] * (not row.get("ignore_eos")) + row.get("stop_token_ids", []) for row in rows]
     options = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": 0}
     options |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
     biases = [
@@ -71,8 +69,14 @@ def alone() -> list[str | None]:
     ]
     found = spec.generate(
         prompts,
-        max_new_tokens=most,
-        eos_token_id=ends,
+        max_new_tokens=[
+            row.get("max_tokens", MAX_LEN - len(prompt))
+            for row, prompt in zip(rows, prompts, strict=True)
+        ],
+        eos_token_id=[
+            [*([] if row.get("ignore_eos") else [0]), *row.get("stop_token_ids", [])]
+            for row in rows
+        ],
         logit_bias=biases,
         stop_strings=[row.get("stop", []) for row in rows],
         tree=PLAIN,
