@@ -21,8 +21,9 @@ time spent so far, and no more.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -63,8 +64,9 @@ class Estimate:
     """That rounds of it emit in a row, all together; an older round counts less."""
     weight: float = 0.0
     """Those rounds, faded alike."""
-    varies: bool = False
-    """Whether its rounds differ in what they do, so that its seconds follow the text."""
+    least: float = 0.0
+    """Seconds of a round that verifies nothing, of a candidate whose rounds verify only what pays,
+    so that its seconds follow the text; 0 of others."""
 
     @property
     def mean(self) -> float:
@@ -135,7 +137,7 @@ class FastestWithinBudget(Policy):
         *,
         wait: float = 0.0,
         shows: tuple[tuple[bool, ...], ...] = (),
-        varying: Sequence[int] = (),
+        least: Mapping[int, float] = MappingProxyType({}),
     ) -> "FastestWithinBudget":
         """A policy that knows what a round of each candidate takes.
 
@@ -145,15 +147,15 @@ class FastestWithinBudget(Policy):
             which there is none are looked at first.
           wait: seconds that the host adds to a launch.
           shows: of every candidate, which ones its rounds show.
-          varying: indices of those whose seconds follow the text.
+          least: seconds of a round that verifies nothing, of the candidates that may do so.
         """
         means = tokens or (None,) * len(seconds)
         estimates = [
             Estimate(max(each, SHORTEST), 2, KNOWN * mean, KNOWN) if mean else Estimate(each, 2)
             for each, mean in zip(seconds, means, strict=True)
         ]
-        for index in varying:
-            estimates[index] = replace(estimates[index], varies=True)
+        for index, each in least.items():
+            estimates[index] = replace(estimates[index], least=max(each, SHORTEST))
         policy = cls(tuple(estimates), shows, wait)
         # A look that comes first must not replace the tree that was to begin by a narrow margin.
         return replace(policy, running=policy.leader) if all(means) else policy
@@ -188,11 +190,17 @@ class FastestWithinBudget(Policy):
 
     def speed(self, index: int) -> float:
         """Tokens a second in a row; 0 before any is known."""
-        return self.estimates[index].mean / self.round_seconds(index)
+        each = self.estimates[index]
+        speed = each.mean / self.round_seconds(index)
+        # Its seconds are those of a passage that paid. It verifies nothing where nothing pays.
+        return max(speed, 1 / self._now(each.least)) if speed and each.least else speed
 
     def round_seconds(self, index: int) -> float:
         """Seconds of a round of a candidate now."""
-        usual = self.estimates[index].seconds
+        return self._now(self.estimates[index].seconds)
+
+    def _now(self, usual: float) -> float:
+        """Seconds of a round now that took as many when it was timed."""
         # A context that shrank must not make rounds free.
         return max(usual + self.drift, 0.1 * usual)
 
@@ -221,9 +229,8 @@ class FastestWithinBudget(Policy):
 
     def _pays(self, look: Choice) -> bool:
         """Whether the budget covers the regret that a look is expected to cost."""
-        estimate, fastest = self.estimates[look.candidate], self.speed(self.leader)
-        slower = self.round_seconds(look.candidate) - estimate.mean / fastest
-        expected = look.rounds * slower + 2 * self.wait
+        lost = 1 - self.speed(look.candidate) / self.speed(self.leader)
+        expected = look.rounds * self.round_seconds(look.candidate) * lost + 2 * self.wait
         allowed = self.share * self.elapsed + self.credit * self.round_seconds(0) + 3 * self.wait
         return self.regret + expected <= allowed
 
@@ -287,7 +294,7 @@ class FastestWithinBudget(Policy):
             # made all rounds seem alike, and a lead of a third in tokens a second was not seen.
             by *= seen.seconds / (seen.seconds + UNSURE * self.wait)
             ran = min(ran + seen.rounds, TRUSTED)
-            if own.varies:
+            if own.least:
                 own = replace(own, seconds=own.seconds + by)
             else:
                 drift += by

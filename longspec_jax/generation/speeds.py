@@ -250,7 +250,11 @@ class Settled:
             larger = [shown[self.first] for shown in shows]
             tokens = along_with(self.first, tokens, [one.tree for one in drafters], larger)
         return FastestWithinBudget.timed(
-            seconds, tokens, wait=times.wait, shows=shows, varying=weighing
+            seconds,
+            tokens,
+            wait=times.wait,
+            shows=shows,
+            least={index: least[index] for index in weighing},
         )
 
     def weighing(self, times: RoundTimes) -> Plan:

@@ -227,6 +227,17 @@ def test_a_look_that_comes_first_replaces_the_tree_that_was_to_begin_by_no_narro
         assert replace(after, estimates=(faster, *others)).leader == leader
 
 
+def test_a_candidate_that_verifies_only_what_pays_is_not_given_up() -> None:
+    """In the last passage its rounds paid and took long; where nothing pays they are plain ones."""
+    seconds, tokens = (UNIT, 1.7 * UNIT, 9 * UNIT), (1.0, 1.1, 1.0)
+    for least, looked in (({}, 0), ({NARROW: 1.02 * UNIT}, 8)):
+        policy = FastestWithinBudget.timed(seconds, tokens, shows=SHOWS, least=least)
+        assert rounds_of([policy.choose()], NARROW) == looked
+        # The budget of looks that find nothing still holds.
+        elapsed, _ = simulate([1, 1.02, 9], useless, 400, known=policy)
+        assert elapsed <= 1.02 * 400
+
+
 def test_a_growing_context_misleads_nobody() -> None:
     """What a round costs triples: timings of candidates not run for long are too low."""
     growth, tokens = 1 / 1000, 2000
