@@ -33,8 +33,12 @@ from tests.decoding.lossless import (
     TRANSFORMER,
     Decoded,
     assert_lossless,
+    assert_same,
     emitted_in_rounds,
+    engine_with,
+    outputs_of,
     prompts,
+    texts_of,
 )
 from tests.drafters import test_eagle, test_mtp
 from tests.drafters.dflash import test_drafter as test_dflash
@@ -133,6 +137,18 @@ def test_p_eagle_changes_no_token() -> None:
     for row, length in enumerate(lengths - 1):
         ring = np.arange(length)[-6:] % 8
         np.testing.assert_allclose(ours[row][:, ring], theirs[row][:, ring], atol=1e-4)
+
+
+def test_p_eagle_in_fewer_slots_than_rows_changes_no_token() -> None:
+    """A row's ring may hold what another row left in its slot."""
+    params = Params(MODEL, test_peagle.random_params(test_peagle.DRAFT, test_peagle.KNOWN))
+    sizes: Any = dict(slots=2, capacity=128, chunk=8, stop_width=1)
+    engine = engine_with(TRANSFORMER.target, [test_peagle.WINDOW], params, **sizes)
+    order = [1, 0, 2, 0]
+    for row in order:
+        engine.submit(TRANSFORMER.tokens[row, : TRANSFORMER.lengths[row]], EVERY[0].row(row))
+    texts, plain = texts_of(outputs_of(engine)), TRANSFORMER.plain(EVERY[0])
+    assert_same([texts[id] for id in sorted(texts)], [plain[row] for row in order])
 
 
 def test_a_parallel_draft_changes_no_token() -> None:

@@ -42,8 +42,8 @@ def dialect_of(raw: JsonObject) -> Dialect:
     if not raw.has("speculators_model_type"):
         return VLLM
     if raw.text("speculators_model_type", "") != "peagle":
-        rule = "has a mask token or mask_hidden, which drafts of 'peagle' alone have"
-        raise raw.error("speculators_model_type", rule)
+        rule = "is not supported with a mask token, only 'peagle'"
+        raise raw.error("speculators_model_type", rule, "load another draft")
     return SPECULATORS
 
 
@@ -56,7 +56,7 @@ def draft_config(
 ) -> PEagleConfig:
     """The draft that a ``config.json`` describes; arguments and errors as of EAGLE-3's."""
     part = layers_of(raw, dialect)
-    layers = {0} | {int(name.split(".")[1]) for name in tensors if name.startswith("layers.")}
+    layers = {"0"} | {name.split(".")[1] for name in tensors if name.startswith("layers.")}
     if part.whole("num_hidden_layers") != len(layers):
         raise part.error("num_hidden_layers", f"must be {len(layers)}, the layers of the weights")
     if len({*part.texts("layer_types")}) > 1:

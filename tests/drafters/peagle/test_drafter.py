@@ -128,7 +128,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
         "amazon",
         dict(layer_types=["full_attention", "sliding_attention"], sliding_window=5),
     ),
-    "speculators_model_type='eagle3' has a mask token": (
+    "speculators_model_type='eagle3' is not supported with a mask token": (
         "speculators",
         dict(speculators_model_type="eagle3"),
     ),

@@ -13,8 +13,8 @@ from tests.drafters.kit import random_tree
 
 def config_for(target: TargetConfig, **fields: Any) -> PEagleConfig:
     """A draft for a target."""
-    features = -1, 0, target.num_layers - 1
-    usual = dict(features=features, num_layers=3, mask_token=target.vocab_size - 1)
+    usual: dict[str, Any] = dict(num_layers=3, mask_token=target.vocab_size - 1)
+    usual["features"] = -1, 0, target.num_layers - 1
     return PEagleConfig(**sizes_for(target) | usual | fields)
 
 
