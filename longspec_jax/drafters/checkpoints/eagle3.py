@@ -168,7 +168,8 @@ def draft_fields(
         positions = max(positions, int(scaling.factor * scaling.original_max_positions))
     normed = raw.flag("norm_output", dialect is SPECFORGE)
     feeds = dialect is not SPECFORGE
-    fed_back = raw.part("eagle_config").flag(_FED_BACK, normed and feeds)
+    eagle = raw.part("eagle_config")
+    fed_back = eagle.flag(_FED_BACK, normed and feeds)
     kind = part.text("model_type", "")
     head_norm = f"{dialect.layer}self_attn.q_norm.weight" in tensors
     return found | dict(
@@ -185,7 +186,8 @@ def draft_fields(
         # SpecForge's drafts for Qwen3 may say qwen3 and are Llama layers all the same.
         qk_norm=head_norm or (kind == "qwen3" and dialect.layer == FIRST_LAYER),
         norm_before_residual=raw.flag("norm_before_residual", False),
-        norm_before_fuse=raw.flag("norm_before_fc", False),
+        # vLLM looks here first.
+        norm_before_fuse=eagle.flag("norm_before_fc", raw.flag("norm_before_fc", False)),
         feature_norms=raw.flag("fc_norm", False),
         normed_feedback=fed_back,
         normed_head=normed or feeds,

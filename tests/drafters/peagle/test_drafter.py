@@ -71,6 +71,7 @@ def _nemo(raw: dict[str, Any], tensors: dict[str, Any]) -> None:
 def _vllm(raw: dict[str, Any], tensors: dict[str, Any]) -> None:
     _amazon(raw, tensors)
     raw |= {"dflash_config": {"mask_token_id": 35}, "ptd_token_id": 4, "pard_token": 3}
+    raw["eagle_config"]["norm_before_fc"] = raw.pop("norm_before_fc")
 
 
 def _renamed(tensors: dict[str, Any], old: str, new: str) -> None:
@@ -217,7 +218,7 @@ def test_a_window_reaches_as_far_as_all_layers_of_it() -> None:
 
 def test_a_tree_holds_the_best_sums_of_a_blocks_rows() -> None:
     """Under the target's numbers of the tokens that the draft knows."""
-    draft = random_params(DRAFT, KNOWN)
+    draft: Any = random_params(DRAFT, KNOWN)
     params = Params(None, replace(draft, head=9 * draft.head))
     drafter = PEagleDrafter(DRAFT, TreeConfig((12,) * 5, budget=24))
     block = text()
