@@ -22,16 +22,19 @@ from longspec_jax.drafters.registry import (
     ARCHITECTURES,
     CONTRIBUTED,
     EAGLE,
+    EAGLE3,
     LONGSPEC,
     MARKS,
     MTP,
     NAMED,
     OWN,
+    PEAGLE,
     SMALL_LM,
     Kind,
     is_eagle,
     is_mtp,
     is_name,
+    is_peagle,
     kind_of_module,
     options_of,
     separated,
@@ -207,7 +210,7 @@ def _kind_of(model: Path, target: Path | None) -> Kind:
             )
     kinds = [ARCHITECTURES[name] for name in names if name in ARCHITECTURES]
     if kinds := kinds + [kind for key, kind in MARKS.items() if raw.values.get(key)]:
-        return kinds[0]
+        return PEAGLE if kinds[0] is EAGLE3 and is_peagle(raw.values) else kinds[0]
     tensors = names_of_tensors(model)
     # The published LongSpec drafts may name their target's architecture; they have no embedding.
     known = any(name in FAMILIES or name in WRAPPERS for name in names)

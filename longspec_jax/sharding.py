@@ -58,7 +58,7 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"(expert_gate_up_bias|expert_down_bias)$", P("tp", None)),  # [2 E, F] and [E, D]
     (r"(router/bias|expert_factor)$", P()),  # [E]
     (
-        r"((^|(?<!kernel)(?<!head)(?<!expert_gate_up)(?<!expert_down)/)scale|kernel/order|(^|/)slots|fuse/bias|confidence/(kernel|bias)|_conv/base)$",
+        r"((^|(?<!kernel)(?<!head)(?<!expert_gate_up)(?<!expert_down)/)scale|kernel/order|(^|/)slots|mask_hidden|fuse/bias|confidence/(kernel|bias)|_conv/base)$",
         P(),
     ),
 )

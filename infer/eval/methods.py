@@ -58,6 +58,7 @@ METHODS = {
     "suffix": Method("suffix", "the continuations of the best match, here or in other rows"),
     "small_lm": Method("small_lm", "a small language model"),
     "eagle3": Method("eagle3", "an EAGLE-3 draft"),
+    "peagle": Method("peagle", "a P-EAGLE draft"),
     "eagle": Method("eagle", "an EAGLE-1 or 2 draft"),
     "mtp": Method("mtp", "a layer of multi-token prediction"),
     "assistant": Method("assistant", "an assistant of Gemma 4"),

@@ -498,6 +498,28 @@ DEEPEST = 16
 """Levels of the deepest default tree; longer blocks are hardly ever accepted whole."""
 
 
+def block_trees(tokens: int, *, wide: bool = False) -> DefaultTrees:
+    """Trees as deep as a block, as levels are nearly free; narrow where nodes cost time.
+
+    Args:
+      tokens: that the block proposes, one behind the other.
+      wide: whether a tree of 128 nodes is tried too. JetSpec gains up to there and beyond.
+    """
+    levels = min(tokens, DEEPEST)
+
+    def tree(width: int, depth: int, budget: int | None = None) -> TreeConfig:
+        return TreeConfig((width,) * min(depth, levels), budget)
+
+    whole, half, chain = tree(8, levels, 64), tree(4, levels, 32), tree(1, levels)
+    return DefaultTrees(
+        (tree(1, 4), tree(1, 2), tree(2, 2)),
+        (chain, half, whole),
+        (whole, *(tree(16, 15, 128),) * wide, half, chain),
+        settled=False,
+        together=(whole, half, tree(4, 6, 12)),
+    )
+
+
 @dataclass(frozen=True)
 class DFlashOptions(FeatureOptions):
     """Options of a DFlash or DSpark draft; none changes a token."""
@@ -533,22 +555,8 @@ class DFlashDraft(Draft):
 
     @property
     def default_trees(self) -> DefaultTrees:
-        """Trees as deep as the block, as levels are nearly free; narrow where nodes cost time."""
-        levels = min(self.config.tokens, DEEPEST)
-
-        def tree(width: int, depth: int, budget: int | None = None) -> TreeConfig:
-            return TreeConfig((width,) * min(depth, levels), budget)
-
-        whole, half, chain = tree(8, levels, 64), tree(4, levels, 32), tree(1, levels)
-        # JetSpec gains up to here and beyond; its slots are surer of what they propose.
-        wide = (tree(16, min(levels, 15), 128),) * all(self.config.causal)
-        return DefaultTrees(
-            (tree(1, 4), tree(1, 2), tree(2, 2)),
-            (chain, half, whole),
-            (whole, *wide, half, chain),
-            settled=False,
-            together=(whole, half, tree(4, 6, 12)),
-        )
+        """Trees as deep as the block, and wide ones for JetSpec, whose slots are surer."""
+        return block_trees(self.config.tokens, wide=all(self.config.causal))
 
     def drafter(self, tree: TreeConfig, attention: str | None = None) -> DFlashDrafter:
         """The drafter that grows this tree; raises ValueError if it is deeper than a block."""

@@ -14,7 +14,7 @@ the next level of a tree goes on from it. The drafter is EAGLE-3's.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import flax.linen as nn
@@ -184,27 +184,13 @@ class MtpConfig(EagleConfig):
     @cached_property
     def layer(self) -> TargetConfig:
         """A target of this layer alone."""
-        return TargetConfig(
-            architecture="LlamaForCausalLM",  # Which names a layer as these are named.
-            vocab_size=self.vocab_size,
-            model_width=self.model_width,
-            mlp_width=self.mlp_width,
-            num_layers=1,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_width=self.head_width,
-            max_positions=self.max_positions,
-            rope_theta=self.rope_theta,
-            rope_scaling=self.rope_scaling,
+        return replace(
+            self.plain_layer,
             rotary_width=self.rotary_width,
             kinds=(self.kind,),
             pattern=(0,),
             gated_attention=self.gated_attention,
-            norm_eps=self.norm_eps,
-            qkv_bias=self.qkv_bias,
-            qk_norm=self.qk_norm,
             offset_norms=self.offset_norms,
-            dtype=self.dtype,
         )
 
 

@@ -66,6 +66,7 @@ from longspec_jax.ops.layer import add, split_heads
 from longspec_jax.ops.partitioned import with_sharding
 from longspec_jax.ops.slicing import along, last_along
 
+C = TypeVar("C", bound="Eagle3Config")
 D = TypeVar("D", bound="Eagle3Draft")
 
 
@@ -127,11 +128,32 @@ class Eagle3Config(LayerSizes):
             return None
         return self.rope_scaling.attention_factor**2 * self.head_width**-0.5
 
-    def stretched(self, factor: float) -> "Eagle3Config":
+    def stretched(self: C, factor: float) -> C:
         """The same draft with YaRN over its trained range."""
         yarn = YarnRopeScaling.usual(factor, self.max_positions)
         return dataclasses.replace(
             self, rope_scaling=yarn, max_positions=int(factor * self.max_positions)
+        )
+
+    @cached_property
+    def plain_layer(self) -> TargetConfig:
+        """A target of one Llama layer of these sizes."""
+        return TargetConfig(
+            architecture="LlamaForCausalLM",  # Which names a layer as these are named.
+            vocab_size=self.vocab_size,
+            model_width=self.model_width,
+            mlp_width=self.mlp_width,
+            num_layers=1,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_width=self.head_width,
+            max_positions=self.max_positions,
+            rope_theta=self.rope_theta,
+            rope_scaling=self.rope_scaling,
+            norm_eps=self.norm_eps,
+            qkv_bias=self.qkv_bias,
+            qk_norm=self.qk_norm,
+            dtype=self.dtype,
         )
 
     def angles(self, positions: Array) -> tuple[Array, Array]:
@@ -223,18 +245,32 @@ class Eagle3Layer(nn.Module):
           positions: of the token before each, ``[B, T]``.
           attend: ``(q, k, v) -> out`` over what each token sees.
         """
-        c, normed = self.config, self.hidden_norm(feature)
-        q, k, v = self._heads(embedded, normed, positions)
-        residual = normed if c.norm_before_residual else feature
-        x, normalised = with_sharding(
-            "b t d, b t d", *self.mlp_norm.add(residual, self.self_out.partials(attend(q, k, v)))
-        )
-        delta = self.mlp(normalised)
+        c = self.config
+        x, delta = self.stream(embedded, feature, positions, attend)
         if not (c.normed_head or c.normed_feedback):
             [out] = with_sharding("b t d", add(x, delta))
             return LevelOutput(out, out)
         out, normed = with_sharding("b t d, b t d", *self.final_norm.add(x, delta))
         return LevelOutput(normed if c.normed_head else out, normed if c.normed_feedback else out)
+
+    def stream(
+        self,
+        embedded: Array,
+        feature: Array,
+        positions: Array,
+        attend: Callable[[Array, Array, Array], Array],
+    ) -> tuple[Array, Array]:
+        """The residual stream before the MLP, and what the MLP adds to it, as partials.
+
+        Arguments as of :meth:`__call__`.
+        """
+        normed = self.hidden_norm(feature)
+        q, k, v = self._heads(embedded, normed, positions)
+        residual = normed if self.config.norm_before_residual else feature
+        x, normalised = with_sharding(
+            "b t d, b t d", *self.mlp_norm.add(residual, self.self_out.partials(attend(q, k, v)))
+        )
+        return x, self.mlp(normalised)
 
     def _heads(
         self, embedded: Array, normed: Array, positions: Array

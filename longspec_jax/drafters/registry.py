@@ -54,6 +54,7 @@ NAMED = {
 }
 """Kinds without weights."""
 EAGLE3 = Kind("eagle3:Eagle3Options", "checkpoints.eagle3:load")
+PEAGLE = Kind("peagle:PEagleOptions", "checkpoints.peagle:load")
 EAGLE = Kind("eagle:EagleOptions", "checkpoints.eagle:load")
 MTP = Kind("eagle:EagleOptions", "checkpoints.mtp:load")
 OWN = "mtp"
@@ -68,6 +69,8 @@ ARCHITECTURES = {
     "Eagle3DraftModel": EAGLE3,
     "Eagle3Speculator": EAGLE3,
     "Qwen3Eagle3Model": EAGLE3,
+    "PEagleDraftModel": PEAGLE,
+    "PEagleSpeculator": PEAGLE,
     "DFlashDraftModel": DFLASH,
     "DFlash2DraftModel": DFLASH,
     "DFlashSpeculator": DFLASH,
@@ -84,10 +87,13 @@ The published LongSpec drafts name no architecture of their own, so any other on
 MARKS = {
     "dflash_config": DFLASH,
     "num_nextn_predict_layers": MTP,
+    "ptd_token_id": PEAGLE,
     "speculators_model_type": EAGLE3,
     "draft_vocab_size": EAGLE3,
 }
 """Keys of ``config.json`` that only this kind has, whatever the architecture."""
+MASK_TOKENS = "mask_token_id", "pard_token", "ptd_token_id"
+"""Keys of the token in mask slots, in the order in which they count."""
 CONTRIBUTED = {
     "MedusaModel": "contrib.medusa",
     "medusa_num_heads": "contrib.medusa",
@@ -109,6 +115,11 @@ def is_eagle(tensors: Set[str]) -> bool:
     return {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= tensors and not (
         {"layers.0.input_layernorm.weight", "layers.0.hidden_norm.weight"} & tensors
     )
+
+
+def is_peagle(raw: Mapping[str, Any]) -> bool:
+    """Whether a ``config.json`` of EAGLE-3's is one of P-EAGLE: it names a mask token."""
+    return any(raw.get(key) is not None for key in ("dflash_config", *MASK_TOKENS))
 
 
 def is_mtp(tensors: Set[str]) -> bool:

@@ -22,6 +22,7 @@ from longspec_jax.drafters.dflash import DFlashDrafter
 from longspec_jax.drafters.eagle3 import Eagle3Drafter
 from longspec_jax.drafters.longspec import DraftConfig, LongSpecDrafter
 from longspec_jax.drafters.parallel import ParallelDrafter, ParallelParams
+from longspec_jax.drafters.peagle import PEagleDrafter
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
 from longspec_jax.drafters.retrieval.selection import AttentionRetriever, Quest, SinksAndRecent
 from longspec_jax.drafters.retrieval.working_cache import WorkingCache
@@ -31,6 +32,7 @@ from longspec_jax.ops.selection.blocks import BlockBudget
 from tests.drafters.dflash import toys as dflash_toys
 from tests.drafters.eagle3 import toys as eagle3_toys
 from tests.drafters.parallel import toys as parallel_toys
+from tests.drafters.peagle import toys as peagle_toys
 from tests.kit import (
     ALL_PASSES,
     draft_params,
@@ -114,12 +116,14 @@ LOOKING = LongSpecDrafter(DRAFT, TREE, working=WORKING)
 SIZES: dict[str, Any] = dict(num_kv_heads=2, head_width=CONFIG.head_width)
 EAGLE3 = eagle3_toys.config_for(CONFIG, features=(-1, 0), **SIZES)
 DFLASH = dflash_toys.config_for(CONFIG, features=(-1, 0), trunk=SIZES)
+PEAGLE = peagle_toys.config_for(CONFIG, features=(-1, 0), **SIZES)
 PARALLEL = parallel_toys.config_for(CONFIG)
 SCORES = 2 * CONFIG.num_heads * CAPACITY
 """Of a row's query to every position, and the same as shares."""
 KINDS: dict[str, tuple[Drafter, Any]] = {
     "eagle3": (Eagle3Drafter(EAGLE3, TREE), eagle3_toys.random_params(EAGLE3)),
     "dflash": (DFlashDrafter(DFLASH, TREE), dflash_toys.random_params(DFLASH)),
+    "peagle": (PEagleDrafter(PEAGLE, TREE), peagle_toys.random_params(PEAGLE)),
     "parallel": (
         ParallelDrafter(PARALLEL, TREE),
         ParallelParams.beside(random_target(CONFIG), parallel_toys.random_tree(PARALLEL)),

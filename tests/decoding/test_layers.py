@@ -23,6 +23,7 @@ from longspec_jax.drafters.eagle3 import Eagle3Drafter
 from longspec_jax.drafters.joined import Joined
 from longspec_jax.drafters.longspec import LongSpecDrafter
 from longspec_jax.drafters.ngram import NgramDrafter
+from longspec_jax.drafters.peagle import PEagleDrafter
 from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
 from longspec_jax.drafters.retrieval.selection import Quest, SinksAndRecent
 from longspec_jax.drafters.streaming import StreamingDrafter
@@ -41,6 +42,7 @@ from tests.decoding.lossless import (
 )
 from tests.drafters.dflash import toys as dflash
 from tests.drafters.eagle3 import toys as eagle3
+from tests.drafters.peagle import toys as peagle
 from tests.kit import TOLERANCE, ancestors, each_row, in_tiers, relative_error
 
 RING = cache_lib.ring_slots(W)
@@ -119,10 +121,12 @@ def test_nor_does_a_joined_tree_beside_heads_of_two_widths() -> None:
 
 
 EAGLE3 = eagle3.config_for(GPT_OSS.config)
+PEAGLE = peagle.config_for(GPT_OSS.config)
 PLAIN_LAYERS = dict(kinds=(), pattern=(), rope_scaling=None, out_bias=False, attention_sinks=False)
 DFLASH = dflash.config_for(GPT_OSS.config, PLAIN_LAYERS)
 RANDOM: dict[str, Any] = {
     "eagle3": (Eagle3Drafter(EAGLE3, TreeConfig((3, 2))), eagle3.random_params, EAGLE3),
+    "peagle": (PEagleDrafter(PEAGLE, TreeConfig((3, 2))), peagle.random_params, PEAGLE),
     "dflash": (DFlashDrafter(DFLASH, TreeConfig((3, 2))), dflash.random_params, DFLASH),
 }
 

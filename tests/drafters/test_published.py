@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -32,12 +33,17 @@ from tests.decoding.lossless import (
     TRANSFORMER,
     Decoded,
     assert_lossless,
+    assert_same,
     emitted_in_rounds,
+    engine_with,
+    outputs_of,
     prompts,
+    texts_of,
 )
 from tests.drafters import test_eagle, test_mtp
 from tests.drafters.dflash import test_drafter as test_dflash
 from tests.drafters.parallel import test_drafter as test_parallel
+from tests.drafters.peagle import test_drafter as test_peagle
 from tests.infer.toys import save_toy, toy_spec
 
 pytestmark = pytest.mark.full
@@ -111,6 +117,38 @@ def test_its_successors_change_no_token(config: Any) -> None:
     """JetSpec's causal block of 16 slots and DFlash 2, with windows that wrap, and sinks."""
     drafter = replace(test_dflash.WINDOW, config=config, tree=TREE)
     decoded(drafter, test_dflash.random_params(config))
+
+
+def test_p_eagle_changes_no_token() -> None:
+    """With a window that wraps; and what rounds commit is what a prefill would have made."""
+    draft = test_peagle.random_params(test_peagle.DRAFT, test_peagle.KNOWN)
+    state = decoded(test_peagle.WINDOW, draft)
+    texts = [TRANSFORMER.text(row, TEXTS) for row in range(3)]
+    lengths = np.array([*map(len, texts)], np.int32)
+    padded = np.zeros((3, lengths.max()), np.int32)
+    for row, text in zip(padded, texts, strict=True):
+        row[: len(text)] = text
+    single = replace(TEXTS, max_new_tokens=jnp.ones(3, jnp.int32))
+    told = replace(TRANSFORMER, tokens=padded, lengths=lengths)
+    _, whole = told.run(test_peagle.WINDOW, draft, single)
+    np.testing.assert_allclose(state.rows.draft.feature, whole.rows.draft.feature, atol=1e-4)
+    # The prefill is given what the window reaches, so the last layer's window alone is exact.
+    ours, theirs = (each.rows.draft.layers[-1].cache.keys[0] for each in (state, whole))
+    for row, length in enumerate(lengths - 1):
+        ring = np.arange(length)[-6:] % 8
+        np.testing.assert_allclose(ours[row][:, ring], theirs[row][:, ring], atol=1e-4)
+
+
+def test_p_eagle_in_fewer_slots_than_rows_changes_no_token() -> None:
+    """A row's ring may hold what another row left in its slot."""
+    params = Params(MODEL, test_peagle.random_params(test_peagle.DRAFT, test_peagle.KNOWN))
+    sizes: Any = dict(slots=2, capacity=128, chunk=8, stop_width=1)
+    engine = engine_with(TRANSFORMER.target, [test_peagle.WINDOW], params, **sizes)
+    order = [1, 0, 2, 0]
+    for row in order:
+        engine.submit(TRANSFORMER.tokens[row, : TRANSFORMER.lengths[row]], EVERY[0].row(row))
+    texts, plain = texts_of(outputs_of(engine)), TRANSFORMER.plain(EVERY[0])
+    assert_same([texts[id] for id in sorted(texts)], [plain[row] for row in order])
 
 
 def test_a_parallel_draft_changes_no_token() -> None:

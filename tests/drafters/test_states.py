@@ -17,12 +17,14 @@ from longspec_jax.drafters.checkpoints.parallel import save_draft as save_parall
 from longspec_jax.drafters.dflash import DFlashDrafter
 from longspec_jax.drafters.eagle3 import Eagle3Drafter
 from longspec_jax.drafters.longspec import DraftConfig, LongSpecDrafter
+from longspec_jax.drafters.peagle import PEagleDrafter
 from longspec_jax.drafters.small_lm import SmallLMDrafter
 from tests.decoding.lossless import CONFIG, LONGSPEC, SMALL, TRANSFORMER
 from tests.drafters.dflash import test_drafter as dflash
 from tests.drafters.eagle3 import test_drafter as eagle3
 from tests.drafters.kit import assert_partitioned, extended, proposed, without_tables
 from tests.drafters.parallel import test_drafter as parallel
+from tests.drafters.peagle import test_drafter as peagle
 from tests.infer.toys import save_toy, toy_spec
 from tests.kit import in_tiers, normal, random_target, relative_error
 
@@ -53,6 +55,7 @@ KINDS = {
         *(eagle3.WINDOW, eagle3.random_params(eagle3.DRAFT, eagle3.KNOWN), 3),
         [[5, 1], [0, 3], [2, 0], [5, 4], [3, 3], [1, 0]],
     ),
+    "peagle": Kind(peagle.WINDOW, peagle.random_params(peagle.DRAFT, peagle.KNOWN), 3),
     "dflash": Kind(DFLASH, dflash.random_params(dflash.DFLASH), 3),
     "parallel": Kind(parallel.DRAFTER, parallel.bound().draft, counts=[[5, 1], [0, 3], [5, 0]]),
 }
@@ -86,6 +89,10 @@ def test_blocks_of_any_count_make_the_state_of_the_whole_text(name: str) -> None
 
 ROUNDED = {
     "eagle3": (Eagle3Drafter(eagle3.DRAFT, TreeConfig((1, 1, 1))), KINDS["eagle3"].draft),
+    "peagle": (
+        PEagleDrafter(peagle.DRAFT, TreeConfig((1,) * 4)),
+        peagle.random_params(peagle.DRAFT, peagle.KNOWN),
+    ),
     "dspark": (
         DFlashDrafter(dflash.DSPARK, TreeConfig((1,) * 4)),
         dflash.random_params(dflash.DSPARK, dflash.KNOWN),

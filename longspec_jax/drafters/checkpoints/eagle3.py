@@ -125,16 +125,34 @@ def draft_config(
     Raises:
       ValueError: if the file describes what is not computed here, or can be read in two ways.
     """
-    part = inner_layers(raw, LAYER_CONFIG) if dialect is SPECULATORS else raw
-    who = "an EAGLE-3 draft"
-    part.require(("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"), who)
-    check_refused(part, REFUSED)
+    part = layers_of(raw, dialect)
     # Some files have their target's number. The tensors tell how many layers there are.
     others = {name.split(".")[1] for name in tensors if name.startswith("layers.")} - {"0"}
     if others or part.whole("num_hidden_layers", 1) not in (1, target.num_layers):
         found = f"layers.{min(others)}.*" if others else "one layer"
         rule = f"is not supported: one layer is, and the weights have {found}"
         raise part.error("num_hidden_layers", rule, "load another draft")
+    return part.build(Eagle3Config, draft_fields(raw, dialect, tensors, target, options), LAYER)
+
+
+def layers_of(raw: JsonObject, dialect: Dialect) -> JsonObject:
+    """Where a file of this dialect describes the draft's layers; refuses what is not computed."""
+    part = inner_layers(raw, LAYER_CONFIG) if dialect is SPECULATORS else raw
+    who = "an EAGLE-3 draft"
+    part.require(("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"), who)
+    check_refused(part, REFUSED)
+    return part
+
+
+def draft_fields(
+    raw: JsonObject,
+    dialect: Dialect,
+    tensors: Iterable[str],
+    target: TargetConfig,
+    options: Eagle3Options,
+) -> dict[str, Any]:
+    """Fields of the configuration that a ``config.json`` describes, as of :func:`draft_config`."""
+    part = layers_of(raw, dialect)
     if part.flag("mlp_bias", False):
         raise part.error(
             "mlp_bias", "is not supported: no biases are added in the MLP", "load another"
@@ -150,10 +168,11 @@ def draft_config(
         positions = max(positions, int(scaling.factor * scaling.original_max_positions))
     normed = raw.flag("norm_output", dialect is SPECFORGE)
     feeds = dialect is not SPECFORGE
-    fed_back = raw.part("eagle_config").flag(_FED_BACK, normed and feeds)
+    eagle = raw.part("eagle_config")
+    fed_back = eagle.flag(_FED_BACK, normed and feeds)
     kind = part.text("model_type", "")
     head_norm = f"{dialect.layer}self_attn.q_norm.weight" in tensors
-    found |= dict(
+    return found | dict(
         target_width=raw.whole("target_hidden_size", found["model_width"]),
         vocab_size=vocab_size,
         proposable=raw.whole("draft_vocab_size", vocab_size),
@@ -167,12 +186,12 @@ def draft_config(
         # SpecForge's drafts for Qwen3 may say qwen3 and are Llama layers all the same.
         qk_norm=head_norm or (kind == "qwen3" and dialect.layer == FIRST_LAYER),
         norm_before_residual=raw.flag("norm_before_residual", False),
-        norm_before_fuse=raw.flag("norm_before_fc", False),
+        # vLLM looks here first.
+        norm_before_fuse=eagle.flag("norm_before_fc", raw.flag("norm_before_fc", False)),
         feature_norms=raw.flag("fc_norm", False),
         normed_feedback=fed_back,
         normed_head=normed or feeds,
     )
-    return part.build(Eagle3Config, found, LAYER)
 
 
 def authors_base(raw: JsonObject, scaling: RopeScaling) -> float:

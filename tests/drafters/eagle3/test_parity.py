@@ -20,7 +20,6 @@ from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.base import Committed, Features, Params
 from longspec_jax.drafters.checkpoints.eagle3 import load
 from longspec_jax.drafters.draft import Target
-from longspec_jax.drafters.eagle3 import Eagle3Draft, Eagle3Drafter
 from tests.drafters.kit import Given
 from tests.kit import random_target, tiny_target_config, view_of
 
@@ -32,7 +31,7 @@ STEPS = 3
 
 
 @partial(jax.jit, static_argnums=0)
-def _chains(drafter: Eagle3Drafter, params: Params, hidden: Any, tokens: Any, own: Any) -> Any:
+def _chains(drafter: Any, params: Params, hidden: Any, tokens: Any, own: Any) -> Any:
     """Logits ``[STEPS, B, v]`` of a chain from every position of a text.
 
     Args:
@@ -55,7 +54,8 @@ def _chains(drafter: Eagle3Drafter, params: Params, hidden: Any, tokens: Any, ow
     return jnp.stack(noise.heard)
 
 
-def _compared(draft: Eagle3Draft, steps: dict[str, np.ndarray]) -> None:
+def assert_chains(draft: Any, steps: dict[str, np.ndarray]) -> None:
+    """A draft's chains from every position of a text have the stored logits."""
     drafter = draft.drafter(TreeConfig((1,) * STEPS))
     known = np.asarray(draft.params.vocabulary)
     own = np.searchsorted(known, steps["tokens"])
@@ -72,4 +72,4 @@ def test_chains_of_speculators(variant: str) -> None:
     draft = load(FILES / variant, TARGET)
     assert draft.config.features == (-1, 0, 1)
     assert draft.seen == ((4, 0) if variant == "qwen3" else (None, 0))
-    _compared(draft, load_file(FILES / variant / "steps.safetensors"))
+    assert_chains(draft, load_file(FILES / variant / "steps.safetensors"))
