@@ -69,24 +69,24 @@ class Watch:
 
     rounds: Leaf[Int[Array, ""]]
     """Of the launch, at most."""
-    known: Leaf[Float[Array, "5 K"]]
+    known: Leaf[Float[Array, "6 K"]]
     """Of every candidate: tokens and weight, as of
     :class:`~longspec_jax.decoding.policy.Estimate`, the seconds of a round, how much faster than
-    the one that runs it must be, and the doubt of that one's speed if this one's rounds do not show
-    it."""
+    the one that runs it must be, the doubt of that one's speed if this one's rounds do not show it,
+    and the least speed."""
 
     @classmethod
     def of(cls, rounds: int, candidates: int) -> "Watch":
         """A launch that ends after this many rounds, and not before."""
         most: Any = np.int32(rounds)
-        known: Any = np.ones((5, candidates), np.float32)
+        known: Any = np.ones((6, candidates), np.float32)
         known[3] = np.inf
         return cls(most, known)
 
     def leads(self, candidate: int) -> Bool[Array, ""]:
         """Whether no other candidate is faster than the one that runs by as much as it must be."""
-        tokens, weight, seconds, lead, doubt = self.known
-        speeds = tokens / weight / seconds
+        tokens, weight, seconds, lead, doubt, least = self.known
+        speeds = jnp.maximum(tokens / weight / seconds, least)
         needed = (lead + doubt / jnp.sqrt(weight[candidate])) * speeds[candidate]
         others = jnp.arange(len(speeds)) != candidate
         return ~(others & (speeds > needed)).any()

@@ -194,10 +194,16 @@ class FastestWithinBudget(Policy):
 
     def speed(self, index: int) -> float:
         """Tokens a second in a row; 0 before any is known."""
-        each = self.estimates[index]
-        speed = each.mean / self.round_seconds(index)
-        # Its seconds are those of a passage that paid. It verifies nothing where nothing pays.
-        return max(speed, 1 / self._now(each.least)) if speed and each.least else speed
+        speed = self.estimates[index].mean / self.round_seconds(index)
+        return max(speed, self._least_speed(index)) if speed else speed
+
+    def _least_speed(self, index: int) -> float:
+        """Of rounds that verify nothing; 0 where there are none.
+
+        The seconds of a candidate that verifies only what pays are of a passage that paid.
+        """
+        least = self.estimates[index].least
+        return 1 / self._now(least) if least else 0.0
 
     def round_seconds(self, index: int) -> float:
         """Seconds of a round of a candidate now."""
@@ -249,6 +255,7 @@ class FastestWithinBudget(Policy):
             [self.round_seconds(index) for index in every],
             [lead for _ in every],
             doubt,
+            [self._least_speed(index) for index in every],
         ]
         return replace(watch, known=np.asarray(known, np.float32))
 

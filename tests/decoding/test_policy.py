@@ -233,6 +233,10 @@ def test_a_candidate_that_verifies_only_what_pays_is_not_given_up() -> None:
     for least, looked in (({}, 0), ({NARROW: 1.02 * UNIT}, 8)):
         policy = FastestWithinBudget.timed(seconds, tokens, shows=SHOWS, least=least)
         assert rounds_of([policy.choose()], NARROW) == looked
+        if looked:  # A launch of it is not ended behind every round.
+            running = replace(policy, running=NARROW)
+            assert running.leader == NARROW
+            assert running.watch(Choice(NARROW, 8)).leads(NARROW)
         # The budget of looks that find nothing still holds.
         elapsed, _ = simulate([1, 1.02, 9], useless, 400, known=policy)
         assert elapsed <= 1.02 * 400
