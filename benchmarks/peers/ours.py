@@ -19,7 +19,8 @@ from .. import decode
 from ..arguments import parser
 from ..report import Row
 from ..timing import step
-from .rows import REAL, ROUND, Job, text_row
+from . import attention
+from .rows import ATTENTION, REAL, ROUND, Job, text_row
 
 PLAIN_BESIDE = "longspec"
 """The draft whose rows have the plain step, too: it is the same beside every draft."""
@@ -30,6 +31,9 @@ def main(path: str, *, batch_invariant: bool = True) -> None:
     job = Job.read(path)
     if job.what == REAL:
         texts(job)
+        return
+    if job.what == ATTENTION:
+        attention.measure(job, "ours")
         return
     words = ["decode", "--shape", job.shape, "--draft", job.drafter or "longspec"]
     words += ["--acceptance", str(job.tau), "--repetitions", str(job.repetitions)]
