@@ -65,7 +65,12 @@ OURS = Peer(
     module="benchmarks.peers.ours",
     package="longspec_jax",
     needs=("jax",),
-    drafters={ROUND: ("longspec", "eagle3"), REAL: (None, "ngram"), ATTENTION: STEPS},
+    drafters={
+        PLAIN: (None,),
+        ROUND: ("longspec", "eagle3"),
+        REAL: (None, "ngram"),
+        ATTENTION: STEPS,
+    },
 )
 VLLM = Peer(
     module="benchmarks.peers.vllm_engine",
@@ -165,6 +170,8 @@ def jobs(
     """What a peer's processes measure, one after the other."""
     drafters = ENGINES[name].drafters
     for what in (what for what in arguments.what if what in drafters):
+        if (name, what) == ("ours", PLAIN) and ROUND in arguments.what:
+            continue  # Its rounds have the plain steps beside them.
         models = {shape: str(shape_folder(shape, folder)) for shape in arguments.shape}
         if what == REAL:
             models = {Path(arguments.target).name: str(arguments.target)}
