@@ -70,8 +70,9 @@ ATTENTION_CANDIDATES = ("ours", "pallas", "mosaic", "triton", "xla", "cudnn", "x
 """What ``attention`` compares; ours is the automatic choice."""
 CODE, PROSE, CHAT = KINDS_OF_TEXT = "code", "prose", "chat"
 """Real text that continues or is asked about (:mod:`benchmarks.prompts`)."""
-MEASURED = "plain", "round", "real"
-"""Plain steps and rounds of a shape, texts of a real model (:mod:`benchmarks.peers`)."""
+MEASURED = "plain", "round", "real", "attention"
+"""Plain steps and rounds of a shape, texts of a real model, attention alone
+(:mod:`benchmarks.peers`)."""
 DEFAULT = "default"
 """Among trees, the choice of calls that name none."""
 CHAIN = TreeConfig((1, 1, 1))
@@ -313,12 +314,17 @@ TRAIN: Options = {
     "accumulation": _of(COUNT, "micro-batches of a step", 4),
     "steps": _of(COUNT, "timed steps, after one warm-up step", 4),
 }
-PEERS = "ours", "ours-fastest", "vllm", "vllm-invariant", "transformers", "jetspec", "llama.cpp"
+PEERS = (
+    *("ours", "ours-fastest", "vllm", "vllm-invariant", "transformers", "jetspec", "llama.cpp"),
+    *("gpt-fast", "flashinfer", "tokamax"),
+)
 """Engines that are measured beside one another (:mod:`benchmarks.peers`)."""
 PEER: Options = {
     "peer": _each(one_of(PEERS), f"any of {', '.join(PEERS)}", [*PEERS]),
     "what": _each(
-        one_of(MEASURED), "plain steps, rounds of a drawn acceptance, real texts", [*MEASURED]
+        one_of(MEASURED),
+        "plain steps, rounds of a drawn acceptance, real texts, attention",
+        [*MEASURED],
     ),
     **{name: DECODE[name] for name in ("shape", "context", "batch", "new_tokens", "repetitions")},
     "acceptance": ACCEPTANCE,

@@ -250,12 +250,13 @@ def compare(
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             programs = [*pool.map(lambda each: compiled(*each), work)]
         for (name, case), program in zip(work, programs, strict=True):
-            outcome = program if isinstance(program, str) else _seconds(name, case, program)
-            yield case.row(name, roofline, outcome)
+            yield case.row(name, roofline, seconds(name, case, program))
 
 
-def _seconds(name: str, case: Case, program: Any) -> float | str:
-    """Seconds of one call, or why there are none."""
+def seconds(name: str, case: Case, program: Any) -> float | str:
+    """Seconds of one call of a compiled program, or why there are none."""
+    if isinstance(program, str):
+        return program
     try:
         arrays = operands_of(case, CANDIDATES[name][1])
         return jax_seconds(lambda: program(*arrays)) / case.calls

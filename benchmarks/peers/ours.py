@@ -19,32 +19,39 @@ from .. import decode
 from ..arguments import parser
 from ..report import Row
 from ..timing import step
-from .rows import REAL, ROUND, Job, text_row
+from . import attention
+from .rows import ATTENTION, PLAIN, REAL, ROUND, Job, text_row
 
 PLAIN_BESIDE = "longspec"
 """The draft whose rows have the plain step, too: it is the same beside every draft."""
 
 
 def main(path: str, *, batch_invariant: bool = True) -> None:
-    """Measure a job; one of ``round`` has plain steps, too."""
+    """Measure a job; one of ``round`` has plain steps, too, and one of ``plain`` has them alone."""
     job = Job.read(path)
     if job.what == REAL:
         texts(job)
         return
-    words = ["decode", "--shape", job.shape, "--draft", job.drafter or "longspec"]
+    if job.what == ATTENTION:
+        attention.measure(job, "ours")
+        return
+    words = ["decode", "--shape", job.shape, "--draft", job.drafter or PLAIN_BESIDE]
     words += ["--acceptance", str(job.tau), "--repetitions", str(job.repetitions)]
     words += ["--new_tokens", str(job.new_tokens), "--draft_option", "int8"]
     words += [f"--{'' if batch_invariant else 'no-'}batch_invariant"]
-    for name, values in (("context", job.contexts), ("batch", job.batches)):
-        words += [f"--{name}", ",".join(map(str, values))]
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "decode.json"
-        decode.main(parser().parse_args([*words, "--json", str(file)]))
-        for row in json.loads(file.read_text())["rows"]:
-            plain, round_ = both(row, job.drafter or "")
-            if job.drafter == PLAIN_BESIDE:
+    words += ["--context", ",".join(map(str, job.contexts))]
+    for batch in job.batches:  # Rows of a batch are kept if there is no time for the next.
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "decode.json"
+            more = ["--batch", str(batch), "--json", str(file)]
+            decode.main(parser().parse_args([*words, *more]))
+            rows = json.loads(file.read_text())["rows"]
+        for row in rows:
+            plain, round_ = both(row, job.drafter or PLAIN_BESIDE)
+            if job.what == PLAIN or job.drafter == PLAIN_BESIDE:
                 job.add(plain)
-            job.add(round_)
+            if job.what == ROUND:
+                job.add(round_)
 
 
 def both(row: Row, drafter: str) -> tuple[Row, Row]:

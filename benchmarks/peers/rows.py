@@ -20,7 +20,7 @@ from ..arguments import MEASURED
 from ..report import Row, refusal
 from ..timing import rounded
 
-PLAIN, ROUND, REAL = MEASURED
+PLAIN, ROUND, REAL, ATTENTION = MEASURED
 FIELDS = (
     "peer version what shape context batch temperature drafter tau ms tokens_per_second "
     "differing_tokens new_tokens prefill_ms refusal"

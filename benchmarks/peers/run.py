@@ -34,7 +34,7 @@ from ..arguments import CODE, SHAPES
 from ..prompts import prompts
 from ..report import Report, Row, run_header
 from ..timing import step
-from .rows import FIELDS, PLAIN, REAL, ROUND, Job, merged_texts, whole
+from .rows import ATTENTION, FIELDS, PLAIN, REAL, ROUND, Job, merged_texts, whole
 
 POSITIONS = 2**18
 """Of random weights, whose contexts no training limits."""
@@ -60,11 +60,17 @@ class Peer:
 
 NO_FLASHINFER = (("VLLM_USE_FLASHINFER_SAMPLER", "0"),)
 """Its sampler of top-p and top-k, which nothing here asks for, needs a package of its own."""
+STEPS = "1 query", "64 nodes"
 OURS = Peer(
     module="benchmarks.peers.ours",
     package="longspec_jax",
     needs=("jax",),
-    drafters={ROUND: ("longspec", "eagle3"), REAL: (None, "ngram")},
+    drafters={
+        PLAIN: (None,),
+        ROUND: ("longspec", "eagle3"),
+        REAL: (None, "ngram"),
+        ATTENTION: STEPS,
+    },
 )
 VLLM = Peer(
     module="benchmarks.peers.vllm_engine",
@@ -73,6 +79,14 @@ VLLM = Peer(
     drafters={PLAIN: (None,), ROUND: ("eagle3",), REAL: (None, "ngram")},
     gpu=True,
     environment=NO_FLASHINFER,
+)
+FLASHINFER = Peer(
+    module="benchmarks.peers.attention",
+    package="flashinfer_python",
+    needs=("flashinfer",),
+    drafters={ATTENTION: STEPS},
+    gpu=True,
+    words=("flashinfer",),
 )
 ENGINES = {
     "ours": OURS,
@@ -103,6 +117,17 @@ ENGINES = {
         drafters={PLAIN: (None,), REAL: (None, "ngram-simple")},
         programs=True,
         gpu=True,
+    ),
+    "gpt-fast": Peer(
+        module="benchmarks.peers.gpt_fast",
+        package="gpt-fast",
+        needs=("gptfast",),
+        drafters={PLAIN: (None,)},
+        gpu=True,
+    ),
+    "flashinfer": FLASHINFER,
+    "tokamax": dataclasses.replace(
+        FLASHINFER, package="tokamax", needs=("tokamax",), words=("tokamax",)
     ),
 }
 
@@ -145,6 +170,8 @@ def jobs(
     """What a peer's processes measure, one after the other."""
     drafters = ENGINES[name].drafters
     for what in (what for what in arguments.what if what in drafters):
+        if (name, what) == ("ours", PLAIN) and ROUND in arguments.what:
+            continue  # Its rounds have the plain steps beside them.
         models = {shape: str(shape_folder(shape, folder)) for shape in arguments.shape}
         if what == REAL:
             models = {Path(arguments.target).name: str(arguments.target)}

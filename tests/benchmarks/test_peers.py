@@ -2,15 +2,28 @@
 
 import argparse
 import json
+import sys
 import time
+import types
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import __main__ as bench
-from benchmarks.arguments import MEASURED, PEERS
-from benchmarks.peers import jetspec, llama_cpp, ours, rows, run, vllm_engine
+from benchmarks.arguments import MEASURED, PEERS, SHAPES
+from benchmarks.attention import Case, tree_mask
+from benchmarks.peers import (
+    attention,
+    gpt_fast,
+    jetspec,
+    llama_cpp,
+    ours,
+    rows,
+    run,
+    vllm_engine,
+)
 
 JOB = rows.Job(
     what="real",
@@ -136,6 +149,78 @@ def test_rows_of_llama_bench_and_of_our_own() -> None:
     plain, round_ = ours.both(measured, "longspec")
     assert (plain["what"], plain["ms"]) == ("plain", 2.0) and "tau" not in plain
     assert (round_["what"], round_["tau"], round_["ms"]) == ("round", 3.4, 3.0)
+
+
+class PagedWrapper:
+    """FlashInfer's interface as documented, for one row: the library itself asks for a GPU."""
+
+    def __init__(self, workspace: Any, layout: str, use_tensor_cores: bool = True) -> None:
+        assert layout == "NHD" and not workspace.any()
+
+    def plan(self, *given: Any, custom_mask: Any = None, **dtypes: Any) -> None:
+        *self.ends, self.table, self.last, _, _, _, self.page = given
+        self.mask = custom_mask
+
+    def run(self, q: Any, cache: Any) -> Any:
+        torch = pytest.importorskip("torch")
+        pages = cache[self.table[: self.ends[-1][1]]]
+        assert self.page == pages.shape[2] == self.last[0]
+        k, v = (pages[:, part].flatten(0, 1).transpose(0, 1) for part in (0, 1))
+        mask = None if self.mask is None else self.mask.view(len(q), -1)
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return attend(q.transpose(0, 1), k, v, attn_mask=mask, enable_gqa=True).transpose(0, 1)
+
+
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_flashinfer_is_given_every_page_and_the_tree_s_mask(monkeypatch, tokens: int) -> None:
+    torch = pytest.importorskip("torch")
+    module: Any = types.ModuleType("flashinfer")
+    module.BatchDecodeWithPagedKVCacheWrapper = PagedWrapper
+    module.BatchPrefillWithPagedKVCacheWrapper = PagedWrapper
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    monkeypatch.setattr(attention, "WORKSPACE", 8)
+    case = Case(tokens, heads=4, kv_heads=2, head_dim=8, context=48, batch=1, dtype="float32")
+    q, caches = attention.operands(case, "cpu")
+    out = attention.planned(case, "cpu")(q, caches[1])
+    k, v = (caches[1][:, part].reshape(48, 2, 8).repeat_interleave(2, 1) for part in (0, 1))
+    scores = torch.einsum("qhd,khd->hqk", q, k) / 8**0.5
+    scores[:, :, -tokens:].masked_fill_(~torch.from_numpy(tree_mask(tokens)), float("-inf"))
+    torch.testing.assert_close(out, torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
+
+
+def test_ours_has_plain_steps_of_its_own_where_no_round_is_asked_for(
+    tmp_path: Path, monkeypatch
+) -> None:
+    measured = {"shape": "tiny", "context": 7, "acceptance_length": 3.4, "round_ms": 3.0}
+    measured |= {"plain_ms_per_token": 2.0, "plain_tokens_per_second": 5.0, "tokens_per_second": 9}
+
+    def decode(arguments: argparse.Namespace) -> None:
+        found = [measured | {"batch": batch} for batch in arguments.batch]
+        Path(arguments.json).write_text(json.dumps({"rows": found}))
+
+    monkeypatch.setattr(ours.decode, "main", decode)
+
+    def whats(what: str, drafter: str | None) -> list[tuple[str, int]]:
+        job = replace(JOB, what=what, drafter=drafter, shape="tiny", contexts=(7,), batches=(1, 2))
+        replace(job, rows=str(tmp_path / "rows")).write(tmp_path / "job")
+        (tmp_path / "rows").write_text("")
+        ours.main(str(tmp_path / "job"))
+        found = map(json.loads, (tmp_path / "rows").read_text().splitlines())
+        return [(row["what"], row["batch"]) for row in found]
+
+    assert whats("plain", None) == [("plain", 1), ("plain", 2)]
+    assert whats("round", "eagle3") == [("round", 1), ("round", 2)]
+    assert whats("round", "longspec") == [
+        *(("plain", 1), ("round", 1)),
+        *(("plain", 2), ("round", 2)),
+    ]
+
+
+def test_gpt_fast_takes_the_sizes_of_a_shape() -> None:
+    given = gpt_fast.fields(SHAPES["llama3-8b"], 4200)
+    assert (given["dim"], given["n_local_heads"], given["block_size"]) == (4096, 8, 4200)
+    with pytest.raises(ValueError, match="heads share the model's width"):
+        gpt_fast.fields(SHAPES["qwen3-4b"], 4200)
 
 
 def test_a_process_that_fails_leaves_its_rows_and_nothing_that_runs(
