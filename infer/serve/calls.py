@@ -54,9 +54,11 @@ FIXED = {"messages", "tools", "documents", "add_generation_prompt"}
 """Variables of a template that other fields say."""
 COMPILE_SECONDS = 10.0
 """In which the grammars of a request must have been compiled: each choice has its own."""
-MOST_SCORES = 2**23
-"""Numbers of the log-probabilities of echoed prompts in an answer, some 27 bytes of JSON each. All
-choices repeat them, so that an answer may be ten thousand times as long as its request."""
+MOST_NUMBERS = 2**23
+"""Numbers of an answer's log-probabilities and rounds, some 27 bytes of JSON each. With many
+choices an answer may be ten thousand times as long as its request."""
+OF_ROUNDS = 40
+"""As many numbers take as many bytes as a token's share of the rounds that emitted it."""
 END = 16
 """Tokens at the end of a prompt that may close the reasoning."""
 Found = TypeVar("Found")
@@ -366,7 +368,6 @@ def rows_of(call: Call, model: ServedModel, client: str = "") -> tuple[Row, ...]
         common["logprobs"] = call.alternatives
         if call.echo:
             common["prompt_logprobs"] = call.alternatives
-            _check_scores(sum(map(len, prompts)) * call.n, call.alternatives)
     if client or call.cache_salt:
         common["cache_salt"] = f"{client} {call.cache_salt or ''}"  # The word has no space.
     grammar, asked = _grammar(call, model, thinking)
@@ -375,11 +376,9 @@ def rows_of(call: Call, model: ServedModel, client: str = "") -> tuple[Row, ...]
             _made(lambda: check_no_open_thought(model.decode, prompts[0]), asked)
         form = _made(lambda: _compiled(grammar, call, model), asked)
     late = time.monotonic() + COMPILE_SECONDS
-    for tokens in prompts:
-        if not tokens:
-            raise Refused("the prompt is empty; pass at least one token", param)
-        _check_vocabulary(tokens, model, param)
-        new = _new_tokens(call, len(tokens), model, param)
+    lengths = [_checked(tokens, call, model, param) for tokens in prompts]
+    _check_numbers(call, sum(map(len, prompts)), sum(lengths))
+    for tokens, new in zip(prompts, lengths, strict=True):
         for index in range(call.n):
             options = {**common, "max_new_tokens": new, "seed": (call.seed + index) % SEEDS}
             if form is not None:  # Compiled here, and not while others wait for the engine.
@@ -418,16 +417,33 @@ def _check_vocabulary(tokens: Sequence[int], model: ServedModel, param: str) -> 
         )
 
 
-def _check_scores(tokens: int, alternatives: int) -> None:
-    """Refuse an answer whose log-probabilities of echoed prompts would take gigabytes."""
-    numbers = tokens * (2 + alternatives)  # Its own and its place beside them.
-    if numbers > MOST_SCORES:
+def _check_numbers(call: Call, prompt: int, new: int) -> None:
+    """Refuse an answer whose log-probabilities or rounds would take gigabytes.
+
+    Args:
+      prompt: tokens of all prompts.
+      new: most tokens that one choice of each may emit. A stream does not keep what it has sent.
+    """
+    new = 0 if call.stream else new
+    scored = new + (prompt if call.echo else 0)
+    # A token's own number and its place stand beside the alternatives.
+    of_scores = 0 if call.alternatives is None else scored * (2 + call.alternatives)
+    numbers = call.n * (of_scores + new * OF_ROUNDS * call.longspec.rounds)
+    if numbers > MOST_NUMBERS:
         raise Refused(
-            f"the log-probabilities of {tokens} echoed tokens with {alternatives} alternatives are "
-            f"{numbers} numbers, and an answer may have {MOST_SCORES}; send fewer prompts or "
-            "choices in each request, or ask for fewer alternatives",
-            "logprobs",
+            f"the log-probabilities or rounds of {call.n * scored} tokens are {numbers} numbers, "
+            f"and an answer may have {MOST_NUMBERS}; set a smaller max_tokens, send fewer prompts "
+            "or choices in each request, or ask for fewer alternatives",
+            "logprobs" if of_scores else "longspec",
         )
+
+
+def _checked(tokens: Sequence[int], call: Call, model: ServedModel, param: str) -> int:
+    """The most tokens that a row of a prompt may emit; a prompt that cannot run is refused."""
+    if not tokens:
+        raise Refused("the prompt is empty; pass at least one token", param)
+    _check_vocabulary(tokens, model, param)
+    return _new_tokens(call, len(tokens), model, param)
 
 
 def _new_tokens(call: Call, prompt: int, model: ServedModel, param: str) -> int:

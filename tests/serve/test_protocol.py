@@ -362,7 +362,19 @@ def test_scores_of_prompts_are_bounded() -> None:
     for fields in ({"logprobs": 1}, {"logprobs": 20}, {"n": 16}, {"n": 16, "logprobs": 3}):
         assert rows_of(completion(**large | fields), model)
     error = refusal(rows_of, completion(**large, n=16, logprobs=4), model)
-    assert error.param == "logprobs" and "are 8640000 numbers" in str(error)
+    assert error.param == "logprobs" and "are 8640096 numbers" in str(error)
+
+
+def test_scores_and_rounds_of_whole_answers_are_bounded() -> None:
+    """128 choices of 8,000 tokens with 20 alternatives each would be a gigabyte of JSON."""
+    model = scripted_model(max_len=100_000)
+    long = {"prompt": [1], "max_tokens": 50_000, "n": 16}
+    rounds = {"longspec": {"rounds": True}}
+    for fields in ({}, {"logprobs": 5}, {"logprobs": 20, "stream": True}, {**rounds, "n": 4}):
+        assert rows_of(completion(**long | fields), model)
+    for fields, param in (({"logprobs": 20}, "logprobs"), (rounds, "longspec")):
+        error = refusal(rows_of, completion(**long, **fields), model)
+        assert error.param == param and "max_tokens" in str(error)
 
 
 def test_messages_are_made_of_parts_and_developers_are_systems() -> None:
