@@ -24,6 +24,7 @@ from longspec_jax.drafters.registry import (
     MTP,
     NAMED,
     PARALLEL,
+    PEAGLE,
     SMALL_LM,
     Kind,
 )
@@ -47,6 +48,7 @@ KINDS: dict[str, Kind] = {
     **NAMED,
     "small_lm": SMALL_LM,
     "eagle3": EAGLE3,
+    "peagle": PEAGLE,
     "mtp": MTP,
     "dflash": DFLASH,
     "parallel": PARALLEL,

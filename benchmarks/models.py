@@ -7,7 +7,7 @@ everything on the device, in the model's dtype.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from longspec_jax.drafters.checkpoints.eagle3 import draft_table as eagle3_table
 from longspec_jax.drafters.checkpoints.longspec import draft_table as longspec_table
 from longspec_jax.drafters.checkpoints.mtp import QWEN
 from longspec_jax.drafters.checkpoints.parallel import draft_table as parallel_table
+from longspec_jax.drafters.checkpoints.peagle import draft_table as peagle_table
 from longspec_jax.drafters.dflash import DFlashConfig, DFlashDraft, DFlashOptions, DFlashParams
 from longspec_jax.drafters.draft import Draft
 from longspec_jax.drafters.draft import Target as LoadedTarget
@@ -36,6 +37,7 @@ from longspec_jax.drafters.eagle import EagleOptions, MtpConfig, MtpDraft, MtpPa
 from longspec_jax.drafters.eagle3 import Eagle3Config, Eagle3Draft, Eagle3Options, Eagle3Params
 from longspec_jax.drafters.longspec import DraftConfig, LongSpecDraft, LongSpecOptions
 from longspec_jax.drafters.parallel import ParallelConfig, ParallelDraft, ParallelOptions
+from longspec_jax.drafters.peagle import PEagleConfig, PEagleDraft, PEagleOptions, PEagleParams
 from longspec_jax.drafters.registry import options_of, separated
 from longspec_jax.drafters.retrieval.hierarchy import RetrievalDraft
 from longspec_jax.drafters.small_lm import SmallLM, SmallLMOptions
@@ -62,6 +64,7 @@ EAGLE3_VOCABULARY = 32000
 """Tokens that a published EAGLE-3 draft may propose."""
 EAGLE3_POSITIONS = 2048
 """Positions that the authors train on."""
+Eagle3Shape = TypeVar("Eagle3Shape", bound=Eagle3Config)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -109,6 +112,8 @@ def random_model(
             draft = _random_longspec(config, target, chosen, seed + 1, mesh)
         case EagleOptions():
             draft = _random_mtp(config, target, chosen, seed + 1, mesh)
+        case PEagleOptions():  # They are EAGLE-3's, too.
+            draft = _random_peagle(config, target, chosen, seed + 1, mesh)
         case Eagle3Options():
             draft = _random_eagle3(config, target, chosen, seed + 1, mesh)
         case DFlashOptions():
@@ -178,9 +183,34 @@ def _random_eagle3(
     config: TargetConfig, target: Any, options: Eagle3Options, seed: int, mesh: Mesh | None
 ) -> Eagle3Draft:
     """A layer as wide as the target's, with an LM head of its own, as drafts of 8B targets have."""
-    layers, proposable = config.num_layers, min(EAGLE3_VOCABULARY, config.vocab_size)
+    draft = _eagle3_shape(Eagle3Config, config, options)
+    layer = _drawn(eagle3_table(draft, embedding=False, head=True), draft.dtype, seed, mesh)
+    head, tokens = layer.pop("head"), jnp.arange(draft.proposable, dtype=jnp.int32)
+    params = Eagle3Params(layer, target["embedding"], head, tokens, own_embedding=False)
+    int8 = bool(options.int8)  # Only where it is named: a row says what it measured.
+    return Eagle3Draft.bind(draft, params, config, options, int8=int8, mesh=mesh)
+
+
+def _random_peagle(
+    config: TargetConfig, target: Any, options: PEagleOptions, seed: int, mesh: Mesh | None
+) -> PEagleDraft:
+    """Four such layers and blocks of eight tokens, as published drafts have."""
+    make = functools.partial(PEagleConfig, num_layers=4, depths=8)
+    draft = _eagle3_shape(make, config, options)
+    layer = _drawn(peagle_table(draft, embedding=False, head=True), draft.dtype, seed, mesh)
+    head, tokens = layer.pop("head"), jnp.arange(draft.proposable, dtype=jnp.int32)
+    params = PEagleParams(layer, target["embedding"], head, tokens, own_embedding=False)
+    int8 = bool(options.int8)  # Only where it is named: a row says what it measured.
+    return PEagleDraft.bind(draft, params, config, options, int8=int8, mesh=mesh)
+
+
+def _eagle3_shape(
+    make: Callable[..., Eagle3Shape], config: TargetConfig, options: Eagle3Options
+) -> Eagle3Shape:
+    """Layers as wide as the target's, reading the usual three of its hidden states."""
+    layers = config.num_layers
     usual = (1, layers // 2 - 1, layers - 4)
-    draft = Eagle3Config(
+    return make(
         model_width=config.model_width,
         target_width=config.model_width,
         mlp_width=config.mlp_width,
@@ -188,17 +218,11 @@ def _random_eagle3(
         num_kv_heads=config.num_kv_heads,
         head_width=config.head_width,
         vocab_size=config.vocab_size,
-        proposable=proposable,
+        proposable=min(EAGLE3_VOCABULARY, config.vocab_size),
         features=options.features or tuple(max(layer, -1) for layer in usual),
         max_positions=EAGLE3_POSITIONS,
         dtype=config.dtype,
     )
-    table = eagle3_table(draft, embedding=False, head=True)
-    layer = _drawn(table, draft.dtype, seed, mesh)
-    head, tokens = layer.pop("head"), jnp.arange(proposable, dtype=jnp.int32)
-    params = Eagle3Params(layer, target["embedding"], head, tokens, own_embedding=False)
-    int8 = bool(options.int8)  # Only where it is named: a row says what it measured.
-    return Eagle3Draft.bind(draft, params, config, options, int8=int8, mesh=mesh)
 
 
 def _random_mtp(

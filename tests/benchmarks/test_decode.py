@@ -101,6 +101,7 @@ def test_a_drafts_folder_and_random_ones_of_its_kind(tmp_path: Path) -> None:
         ("longspec", {}, False),
         ("parallel", {}, False),
         ("eagle3", {"window": 32}, False),
+        ("peagle", {"window": 32}, False),
         ("mtp", {"window": 32}, False),
         ("small_lm", {}, True),
     ],
