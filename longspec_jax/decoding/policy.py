@@ -7,7 +7,8 @@ and how long they took, and says which candidate to run next.
 **Seconds** of a round are nearly constants of a device, a model and a number of nodes. They are
 measured in the warm-up, apart from the *wait*: at the end of a launch the device waits for the
 host. What moves them in a run, a context that grows or rows that come, moves those of all
-candidates by about as much: it is one number, learnt from whatever runs.
+candidates by about as much: it is one number, learnt from whatever runs. Rounds that verify
+only what pays follow the text. Their candidate is never slower than those that verify nothing.
 
 **Tokens** of a round are uncertain, and known round by round: the accepted path of one tree says
 what its smaller cuts, lookup alone and plain decoding would have emitted
