@@ -7,7 +7,7 @@ everything on the device, in the model's dtype.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +64,6 @@ EAGLE3_VOCABULARY = 32000
 """Tokens that a published EAGLE-3 draft may propose."""
 EAGLE3_POSITIONS = 2048
 """Positions that the authors train on."""
-Eagle3Shape = TypeVar("Eagle3Shape", bound=Eagle3Config)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -112,9 +111,7 @@ def random_model(
             draft = _random_longspec(config, target, chosen, seed + 1, mesh)
         case EagleOptions():
             draft = _random_mtp(config, target, chosen, seed + 1, mesh)
-        case PEagleOptions():  # They are EAGLE-3's, too.
-            draft = _random_peagle(config, target, chosen, seed + 1, mesh)
-        case Eagle3Options():
+        case Eagle3Options():  # P-EAGLE's, too.
             draft = _random_eagle3(config, target, chosen, seed + 1, mesh)
         case DFlashOptions():
             draft = _random_dflash(config, target, chosen, seed + 1, mesh)
@@ -182,35 +179,14 @@ def _random_longspec(
 def _random_eagle3(
     config: TargetConfig, target: Any, options: Eagle3Options, seed: int, mesh: Mesh | None
 ) -> Eagle3Draft:
-    """A layer as wide as the target's, with an LM head of its own, as drafts of 8B targets have."""
-    draft = _eagle3_shape(Eagle3Config, config, options)
-    layer = _drawn(eagle3_table(draft, embedding=False, head=True), draft.dtype, seed, mesh)
-    head, tokens = layer.pop("head"), jnp.arange(draft.proposable, dtype=jnp.int32)
-    params = Eagle3Params(layer, target["embedding"], head, tokens, own_embedding=False)
-    int8 = bool(options.int8)  # Only where it is named: a row says what it measured.
-    return Eagle3Draft.bind(draft, params, config, options, int8=int8, mesh=mesh)
+    """A layer as wide as the target's, with an LM head of its own, as drafts of 8B targets have.
 
-
-def _random_peagle(
-    config: TargetConfig, target: Any, options: PEagleOptions, seed: int, mesh: Mesh | None
-) -> PEagleDraft:
-    """Four such layers and blocks of eight tokens, as published drafts have."""
-    make = functools.partial(PEagleConfig, num_layers=4, depths=8)
-    draft = _eagle3_shape(make, config, options)
-    layer = _drawn(peagle_table(draft, embedding=False, head=True), draft.dtype, seed, mesh)
-    head, tokens = layer.pop("head"), jnp.arange(draft.proposable, dtype=jnp.int32)
-    params = PEagleParams(layer, target["embedding"], head, tokens, own_embedding=False)
-    int8 = bool(options.int8)  # Only where it is named: a row says what it measured.
-    return PEagleDraft.bind(draft, params, config, options, int8=int8, mesh=mesh)
-
-
-def _eagle3_shape(
-    make: Callable[..., Eagle3Shape], config: TargetConfig, options: Eagle3Options
-) -> Eagle3Shape:
-    """Layers as wide as the target's, reading the usual three of its hidden states."""
-    layers = config.num_layers
+    P-EAGLE's has four such layers, and blocks of eight tokens.
+    """
+    parallel, layers = isinstance(options, PEagleOptions), config.num_layers
     usual = (1, layers // 2 - 1, layers - 4)
-    return make(
+    make = functools.partial(PEagleConfig, num_layers=4, depths=8) if parallel else Eagle3Config
+    draft = make(
         model_width=config.model_width,
         target_width=config.model_width,
         mlp_width=config.mlp_width,
@@ -223,6 +199,17 @@ def _eagle3_shape(
         max_positions=EAGLE3_POSITIONS,
         dtype=config.dtype,
     )
+    if isinstance(draft, PEagleConfig):
+        tables, kind = PEagleParams, PEagleDraft
+        table = peagle_table(draft, embedding=False, head=True)
+    else:
+        tables, kind = Eagle3Params, Eagle3Draft
+        table = eagle3_table(draft, embedding=False, head=True)
+    layer = _drawn(table, draft.dtype, seed, mesh)
+    head, tokens = layer.pop("head"), jnp.arange(draft.proposable, dtype=jnp.int32)
+    params = tables(layer, target["embedding"], head, tokens, own_embedding=False)
+    int8 = bool(options.int8)  # Only where it is named: a row says what it measured.
+    return kind.bind(draft, params, config, options, int8=int8, mesh=mesh)
 
 
 def _random_mtp(

@@ -30,12 +30,12 @@ CEILINGS: dict[str, int] = {
     "Python calls of a warm generate": 480,
     "files of a request and 4 steps": 15,
     # Lines that hold a token, comments and docstrings aside.
-    "token lines of longspec_jax": 31_960,
+    "token lines of longspec_jax": 31_946,
     "token lines of infer": 7_889,
     "token lines of train": 5_393,
     "token lines of configs": 322,
     "token lines of tests": 40_155,
-    "token lines of benchmarks and contrib": 4_458,
+    "token lines of benchmarks and contrib": 4_450,
     "declarations of an option beyond its first": 21,
     # Of these folders but the tests: density, and types that say nothing.
     "literal tuples or lists unpacked into calls": 0,

@@ -56,6 +56,8 @@ class Peer:
     """Whether it is measured on NVIDIA GPUs alone."""
     words: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
+    plain_with_rounds: bool = False
+    """Whether its jobs of rounds have the plain steps beside them."""
 
 
 NO_FLASHINFER = (("VLLM_USE_FLASHINFER_SAMPLER", "0"),)
@@ -71,6 +73,7 @@ OURS = Peer(
         REAL: (None, "ngram"),
         ATTENTION: STEPS,
     },
+    plain_with_rounds=True,
 )
 VLLM = Peer(
     module="benchmarks.peers.vllm_engine",
@@ -170,8 +173,8 @@ def jobs(
     """What a peer's processes measure, one after the other."""
     drafters = ENGINES[name].drafters
     for what in (what for what in arguments.what if what in drafters):
-        if (name, what) == ("ours", PLAIN) and ROUND in arguments.what:
-            continue  # Its rounds have the plain steps beside them.
+        if what == PLAIN and ROUND in arguments.what and ENGINES[name].plain_with_rounds:
+            continue
         models = {shape: str(shape_folder(shape, folder)) for shape in arguments.shape}
         if what == REAL:
             models = {Path(arguments.target).name: str(arguments.target)}

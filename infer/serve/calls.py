@@ -370,14 +370,14 @@ def rows_of(call: Call, model: ServedModel, client: str = "") -> tuple[Row, ...]
             common["prompt_logprobs"] = call.alternatives
     if client or call.cache_salt:
         common["cache_salt"] = f"{client} {call.cache_salt or ''}"  # The word has no space.
+    lengths = [_checked(tokens, call, model, param) for tokens in prompts]
+    _check_numbers(call, sum(map(len, prompts)), sum(lengths))
     grammar, asked = _grammar(call, model, thinking)
     if grammar is not None:
         if call.chat and not thinking:
             _made(lambda: check_no_open_thought(model.decode, prompts[0]), asked)
         form = _made(lambda: _compiled(grammar, call, model), asked)
     late = time.monotonic() + COMPILE_SECONDS
-    lengths = [_checked(tokens, call, model, param) for tokens in prompts]
-    _check_numbers(call, sum(map(len, prompts)), sum(lengths))
     for tokens, new in zip(prompts, lengths, strict=True):
         for index in range(call.n):
             options = {**common, "max_new_tokens": new, "seed": (call.seed + index) % SEEDS}

@@ -24,7 +24,6 @@ time spent so far, and no more.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 import numpy as np
 
@@ -142,7 +141,7 @@ class FastestWithinBudget(Policy):
         *,
         wait: float = 0.0,
         shows: tuple[tuple[bool, ...], ...] = (),
-        least: Mapping[int, float] = MappingProxyType({}),
+        least: Mapping[int, float] | None = None,
     ) -> "FastestWithinBudget":
         """A policy that knows what a round of each candidate takes.
 
@@ -159,7 +158,7 @@ class FastestWithinBudget(Policy):
             Estimate(max(each, SHORTEST), 2, KNOWN * mean, KNOWN) if mean else Estimate(each, 2)
             for each, mean in zip(seconds, means, strict=True)
         ]
-        for index, each in least.items():
+        for index, each in (least or {}).items():
             estimates[index] = replace(estimates[index], least=max(each, SHORTEST))
         policy = cls(tuple(estimates), shows, wait)
         # A look that comes first must not replace the tree that was to begin by a narrow margin.

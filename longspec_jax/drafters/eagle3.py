@@ -534,6 +534,6 @@ class Eagle3Draft(Draft):
             small, (narrow, tree, chain), (tree, narrow), settled=False, together=(tree, *fewer)
         )
 
-    def drafter(self, tree: TreeConfig, attention: str | None = None) -> Eagle3Drafter:
+    def drafter(self, tree: TreeConfig, attention: str | None = None) -> Drafter:
         """The drafter that grows this tree."""
         return Eagle3Drafter(self.config, tree, attention, *self.seen, self.working, name=self.name)

@@ -23,17 +23,21 @@ from typing import Annotated
 import flax.linen as nn
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import Mesh
 from jaxtyping import Float
 
 from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.checks import Whole, whole_number
-from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import MAX_TREE_LEVELS, PLAIN, TreeConfig
 from longspec_jax.drafters.base import Committed, Drafter, Needs, Params, SamplingNoise, View
 from longspec_jax.drafters.dflash import block_trees
-from longspec_jax.drafters.draft import DefaultTrees, Draft
-from longspec_jax.drafters.eagle3 import Eagle3Config, Eagle3Layer, Eagle3Options, Eagle3Params
+from longspec_jax.drafters.draft import DefaultTrees
+from longspec_jax.drafters.eagle3 import (
+    Eagle3Config,
+    Eagle3Draft,
+    Eagle3Layer,
+    Eagle3Options,
+    Eagle3Params,
+)
 from longspec_jax.drafters.tree import Tree, beam_search, plant
 from longspec_jax.drafters.window import SLOTS, Entries, Rows, Seen
 from longspec_jax.models.layers import applied, parameter
@@ -270,32 +274,12 @@ class PEagleOptions(Eagle3Options):
 
 
 @dataclass(frozen=True, eq=False)
-class PEagleDraft(Draft):
+class PEagleDraft(Eagle3Draft):
     """Layers over features and mask slots, the tables they share, and what they see of a text."""
 
     config: PEagleConfig
     params: PEagleParams = field(repr=False)
-    seen: Seen = Seen(None, 0)
     name: str = field(default="peagle", init=False)
-
-    @classmethod
-    def bind(
-        cls,
-        config: PEagleConfig,
-        params: PEagleParams,
-        target: TargetConfig,
-        options: PEagleOptions,
-        *,
-        int8: bool = False,
-        mesh: Mesh | None = None,
-    ) -> "PEagleDraft":
-        """A draft with its options applied; arguments as of ``Eagle3Draft.bind``."""
-        if options.yarn is not None:
-            config = config.stretched(options.yarn)
-        if int8:
-            params = params.in_int8(mesh)
-        seen = options.seen(config.max_positions, target, MAX_TREE_LEVELS, config.window)
-        return cls(config, params, seen)
 
     @property
     def default_trees(self) -> DefaultTrees:

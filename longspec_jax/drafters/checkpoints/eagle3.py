@@ -132,7 +132,8 @@ def draft_config(
         found = f"layers.{min(others)}.*" if others else "one layer"
         rule = f"is not supported: one layer is, and the weights have {found}"
         raise part.error("num_hidden_layers", rule, "load another draft")
-    return part.build(Eagle3Config, draft_fields(raw, dialect, tensors, target, options), LAYER)
+    fields = draft_fields(raw, part, dialect, tensors, target, options)
+    return part.build(Eagle3Config, fields, LAYER)
 
 
 def layers_of(raw: JsonObject, dialect: Dialect) -> JsonObject:
@@ -146,13 +147,17 @@ def layers_of(raw: JsonObject, dialect: Dialect) -> JsonObject:
 
 def draft_fields(
     raw: JsonObject,
+    part: JsonObject,
     dialect: Dialect,
     tensors: Iterable[str],
     target: TargetConfig,
     options: Eagle3Options,
 ) -> dict[str, Any]:
-    """Fields of the configuration that a ``config.json`` describes, as of :func:`draft_config`."""
-    part = layers_of(raw, dialect)
+    """Fields of the configuration that a ``config.json`` describes.
+
+    Args:
+      part: of :func:`layers_of`; other arguments and errors as of :func:`draft_config`.
+    """
     if part.flag("mlp_bias", False):
         raise part.error(
             "mlp_bias", "is not supported: no biases are added in the MLP", "load another"

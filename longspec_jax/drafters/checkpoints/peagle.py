@@ -62,7 +62,7 @@ def draft_config(
     if len({*part.texts("layer_types")}) > 1:
         rule = "is not supported: all layers have the window or none has"
         raise part.error("layer_types", rule, "load another draft")
-    found = draft_fields(raw, dialect, tensors, target, options) | dict(
+    found = draft_fields(raw, part, dialect, tensors, target, options) | dict(
         normed_head=True,
         normed_feedback=False,
         num_layers=len(layers),
@@ -88,10 +88,10 @@ def _mask_token(raw: JsonObject) -> int:
 
 def _depths(raw: JsonObject) -> int | None:
     """Tokens of a block in training, which speculators names as those to propose."""
-    methods = raw.part("speculators_config").values.get("proposal_methods")
+    key, methods = "num_depths", raw.part("speculators_config").values.get("proposal_methods")
     if isinstance(methods, list) and methods and isinstance(methods[0], dict):
-        raw = JsonObject({"num_depths": methods[0].get("speculative_tokens")}, raw.origin)
-    return raw.whole("num_depths") if raw.has("num_depths") else None
+        key, raw = "speculative_tokens", JsonObject(methods[0], raw.origin)
+    return raw.whole(key) if raw.has(key) else None
 
 
 def draft_table(
