@@ -88,10 +88,12 @@ def test_the_command_loads_three_servers_and_writes_rows(
     ]
     for row in rows:
         assert set(row) >= KEYS and row["acceptance_length"] == 3.0
-        assert row["ttft_ms_p50"] > 2 and row["itl_ms_p50"] > 2 / 3
-        # One token of the first step, three of each later one.
+        # One token of the first step, three of each later one: six steps of 2 ms for 16 tokens.
+        # A busy machine sends two steps together, so that no time between tokens has a floor.
+        assert row["ttft_ms_p50"] > 2 and row["itl_ms_p99"] >= row["itl_ms_p50"] > 0
+        assert row["tokens_per_second"] < row["concurrency"] * 16 / 0.012
         assert 2 <= row["rounds"]["chain:3"]
-    assert gap["worst_gap_ms"] >= gap["usual_gap_ms"] > 2 and gap["chunk"] == 32
+    assert gap["worst_gap_ms"] >= gap["usual_gap_ms"] > 0 and gap["chunk"] == 32
     printed = capsys.readouterr()
     assert "concurrency 2  speculation False" in printed.out and "worst_gap_ms" in printed.out
     assert "... speculation, 2 requests at a time" in printed.err
