@@ -5,10 +5,13 @@ GPU is needed: jax lowers for a device of which it knows the name.
 """
 
 import functools
+import hashlib
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -236,10 +239,11 @@ def lowered(call: Call) -> Any:
     return jax.jit(lambda *given: op(*given)).trace(*operands).lower(lowering_platforms=("cuda",))
 
 
-def assembled(call: Call, capability: Capability) -> None:
-    """Compile a call for a GPU that is not there, down to its machine code.
+def assemble_all(capability: Capability) -> None:
+    """Compile every call that takes a kernel on this GPU, with Triton and without.
 
-    Needs the packages ``jax-cuda13-plugin`` and ``jax-cuda13-pjrt``, and no others of CUDA.
+    Down to machine code, though such a GPU is not there. Needs the packages ``jax-cuda13-plugin``
+    and ``jax-cuda13-pjrt``, and no others of CUDA.
     """
     from jax.experimental import topologies
 
@@ -251,18 +255,34 @@ def assembled(call: Call, capability: Capability) -> None:
     def placed(operand: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(operand.shape, operand.dtype, sharding=there)
 
-    lowered(Call(call.op, jax.tree.map(placed, call.operands))).compile()
-
-
-def assemble_all(capability: Capability) -> None:
-    """Compile every call that takes a kernel on this GPU, with Triton and without."""
-    usual = taken(capability)
+    usual = dict[str, str]()
     for triton in (True, False):
-        found = taken(capability, triton=triton)
         with pretended(capability, triton=triton):
             for name, call in calls().items():
-                if found[name] not in ("–", "XLA") and (triton or found[name] != usual[name]):
-                    assembled(call, capability)
+                try:
+                    program = lowered(Call(call.op, jax.tree.map(placed, call.operands)))
+                except NotImplementedError:
+                    continue
+                found = kernels(program.as_text(), capability)
+                if found not in ("XLA", usual.get(name)):
+                    _assemble(program, capability)
+                usual.setdefault(name, found)
+
+
+def _assemble(program: Any, capability: Capability) -> None:
+    """Compile a lowered program, unless the same compiler has done so before.
+
+    jax does not read what it keeps for GPUs that are not there. So that a program compiled is noted
+    beside those that it keeps.
+    """
+    plugin = version("jax-cuda13-plugin")
+    facts = program.as_text(), _target(capability), jax.lib.__version__, plugin
+    folder = Path(os.environ["JAX_COMPILATION_CACHE_DIR"]) / "assembled"
+    note = folder / hashlib.sha256("".join(facts).encode()).hexdigest()
+    if not note.exists():
+        program.compile()
+        folder.mkdir(parents=True, exist_ok=True)
+        note.touch()
 
 
 def _target(capability: Capability) -> str:
