@@ -14,6 +14,9 @@ from jaxtyping import PyTree
 from longspec_jax.config.sampling import MOST_ALTERNATIVES
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.adjustments import AdjustmentOptions
+from longspec_jax.decoding.batch_invariant import is_identical
+from longspec_jax.decoding.chooser import Policy
+from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.programs import processors
 from longspec_jax.decoding.report import Contents
 from longspec_jax.decoding.rows import Request
@@ -144,12 +147,21 @@ class Plan:
         return all(drafter.lossless for drafter in self.drafters)
 
     @cached_property
+    def identical(self) -> bool:
+        """Whether its text is promised to be that of plain decoding."""
+        return is_identical(self.target) and self.lossless
+
+    @cached_property
     def runners(self) -> dict[bool, ModelRunner]:
-        """What its calls were decoded with so far, by whether rounds were followed."""
+        """What its calls were decoded with so far, by whether rounds were followed.
+
+        There a later call finds the programs of rounds.
+        """
         return {}
 
-    def runner(self, streams: bool) -> ModelRunner:
-        """What its rows are decoded with, and where a later call finds the programs of rounds."""
+    def engine(self, streams: bool, policy: Policy | None = None) -> Engine:
+        """An engine for its rows; of a stream, if the run is followed round by round."""
+        streams = streams or self.waits
         if streams not in self.runners:
             self.runners[streams] = ModelRunner(
                 self.target,
@@ -163,7 +175,14 @@ class Plan:
                 adjusted=self.adjusted,
                 contents=self.contents,
             )
-        return self.runners[streams]
+        return Engine(
+            self.runners[streams],
+            chunk=self.shape.chunk,
+            short_chunks=self.shape.short_chunks,
+            # A run that nobody follows decides on the next tree by the last rounds.
+            ahead=streams or len(self.drafters) == 1,
+            policy=policy,
+        )
 
     @cached_property
     def kind_of_call(self) -> str:
@@ -222,6 +241,22 @@ class Plan:
         costs = jax.device_put(np.asarray([plain, tree], np.float32))
         return replace(self, params=replace(self.params, costs=costs))
 
+    @cached_property
+    def _narrowed(self) -> dict[tuple[tuple[Drafter, ...], bool], "Plan"]:
+        return {}
+
+    def narrowed(self, drafters: tuple[Drafter, ...], *, weighs: bool) -> "Plan":
+        """The same with these candidates, made once.
+
+        Args:
+          weighs: whether they may leave trees unverified, as of :meth:`weighing`.
+        """
+        if (drafters, weighs) not in self._narrowed:
+            plan = replace(self, drafters=drafters)
+            self._narrowed[drafters, weighs] = plan.weighing() if weighs else plan
+        return self._narrowed[drafters, weighs]
+
+    @cached_property
     def without_draft(self) -> "Plan":
         """The same, decoded plainly."""
         params = Params(self.params.target, None)

@@ -11,9 +11,8 @@ import pytest
 from longspec_jax import PLAIN, LongSpec
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.drafters.checkpoints.longspec import save_draft
-from longspec_jax.generation import run as run_lib
 from longspec_jax.generation.activity import Compiling, DecodingPlainly, Prefilling
-from longspec_jax.generation.call import Shape
+from longspec_jax.generation.call import Plan, Shape
 from longspec_jax.generation.run import Run
 from longspec_jax.ops.partitioned import one_device, use_mesh
 from longspec_jax.sharding import make_mesh
@@ -203,16 +202,16 @@ def test_one_device_of_several_keeps_its_kernels() -> None:
 
 
 def test_comparisons_run_both_in_the_same_way(monkeypatch) -> None:
-    engines, ways = run_lib.plan_engine, []
+    engine, ways = Plan.engine, []
 
-    def noted(plan, **options):
-        ways.append((options["streams"], plan.drafter.tree == PLAIN))
-        return engines(plan, **options)
+    def noted(plan, streams, policy=None):
+        ways.append((streams, plan.drafter.tree == PLAIN))
+        return engine(plan, streams, policy)
 
     plainly = Run.plainly
 
-    def forked(run, compile_seconds):
-        found = plainly(run, compile_seconds)
+    def forked(run):
+        found = plainly(run)
         ways.append((found.engine.runner.streams, found.plan.drafter.tree == PLAIN))
         return found
 
@@ -220,7 +219,7 @@ def test_comparisons_run_both_in_the_same_way(monkeypatch) -> None:
     for on_round in (None, lambda added: None):
         toy_spec().compare(PROMPT, **options, on_round=on_round)  # Compiles beforehand.
         with monkeypatch.context() as inside:
-            inside.setattr(run_lib, "plan_engine", noted)
+            inside.setattr(Plan, "engine", noted)
             inside.setattr(Run, "plainly", forked)
             toy_spec().compare(PROMPT, **options, on_round=on_round)
     assert ways == [(False, False), (False, True), (True, False), (True, True)]

@@ -36,7 +36,7 @@ PROMPT = "ab cd gh é"
 OPTIONS: dict[str, Any] = dict(max_new_tokens=40, temperature=1.0, seed=3, eos_token_id=[])
 KIND = "a kind of call"
 PLAINLY = TreeTiming("plain", PLAIN, 1.0, 1.0, 30)
-DRAFTERS = [NoDraft(), LookupDrafter(CHAIN), LookupDrafter(FORK)]
+DRAFTERS = NoDraft(), LookupDrafter(CHAIN), LookupDrafter(FORK)
 
 
 @pytest.fixture(autouse=True)
