@@ -49,13 +49,15 @@ class Measurement:
     say. If absent rounds show the candidate that ran, in the mean."""
 
     def __add__(self, other: "Measurement") -> "Measurement":
-        shown = [each.shown for each in (self, other) if each.shown is not None]
+        shown = self.shown if other.shown is None else other.shown
+        if self.shown is not None and other.shown is not None:
+            shown = np.concatenate([self.shown, other.shown])
         return Measurement(
             self.rounds + other.rounds,
             self.row_rounds + other.row_rounds,
             self.tokens + other.tokens,
             self.seconds + other.seconds,
-            np.concatenate(shown) if shown else None,
+            shown,
         )
 
 
@@ -181,14 +183,13 @@ class LateChoices:
 
 
 class Chooser:
-    """The candidate of every launch: of several a policy's choice for this many live rows."""
+    """The candidate of every launch: a policy's choice for this many live rows."""
 
     def __init__(self, policies: Sequence[Policy], candidates: int) -> None:
         """Begin with the first policy.
 
         Args:
-          policies: for one live row, two, up to four and so on; the last one for all others. A
-            single candidate needs none.
+          policies: for one live row, two, up to four and so on; the last one for all others.
 
         Raises:
           NotImplementedError: if there is a choice in a computation of several processes.
@@ -200,8 +201,6 @@ class Chooser:
             )
         self._by_load = [LateChoices(policy, candidates) for policy in policies]
         self._load = 0
-        self.totals = (Measurement(),) * candidates
-        """What every candidate has done, as far as it was read."""
 
     def next(self, running: Sequence[Choice], most: int, live: int) -> tuple[Choice, Watch | None]:
         """The candidate and the rounds of the next launch, and what ends it before its time.
@@ -211,8 +210,6 @@ class Chooser:
           most: rounds of a launch.
           live: rows that take part.
         """
-        if not self._by_load:
-            return Choice(0, most), None
         load = self._of(live)
         own = self._by_load[load]
         if load != self._load:
@@ -223,15 +220,7 @@ class Chooser:
 
     def record(self, candidate: int, seen: Measurement, live: int) -> None:
         """Note what a launch beside this many live rows did."""
-        totals = list(self.totals)
-        totals[candidate] += replace(seen, shown=None)
-        self.totals = tuple(totals)
-        if self._by_load:
-            self._by_load[self._of(live)].record(candidate, seen)
-
-    def forget(self) -> None:
-        """Forget the totals, and not what the policies have learnt."""
-        self.totals = (Measurement(),) * len(self.totals)
+        self._by_load[self._of(live)].record(candidate, seen)
 
     def _of(self, live: int) -> int:
         return min(load_of(live), len(self._by_load) - 1)

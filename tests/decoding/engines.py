@@ -1,6 +1,6 @@
 """Engines for tests: over a lookup model, and over every kind of drafter."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.chooser import Choice, Measurement, Policy
 from longspec_jax.decoding.engine import Engine
-from longspec_jax.decoding.rows import Request
+from longspec_jax.decoding.rows import Request, Rows
 from longspec_jax.decoding.runner import slack_slots
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.slots import StepOutput
@@ -125,9 +125,19 @@ def open_engine(
 def launched(engine: Engine) -> list[tuple[Any, ...]]:
     """What the launches of rounds are given from now on: choice, kind, slots and constraints."""
     found: list[tuple[Any, ...]] = []
-    launch = engine._launch
-    engine._launch = lambda *given: (found.append(given), launch(*given))[1]  # type: ignore[method-assign]
+    launch = engine.runner.launch
+
+    def noted(rows: Rows, *given: Any) -> Any:
+        found.append(given)
+        return launch(rows, *given)
+
+    launch_by(engine, noted)
     return found
+
+
+def launch_by(engine: Engine, launch: Callable[..., Any]) -> None:
+    """Have an engine's launches of rounds go through a function, which is given the rows first."""
+    object.__setattr__(engine.runner, "launch", launch)
 
 
 def serve(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from longspec_jax import PLAIN, LongSpec
-from longspec_jax.decoding.engine import Engine
+from longspec_jax.decoding.runner import ModelRunner
 from longspec_jax.drafters.checkpoints.longspec import save_draft
 from longspec_jax.generation.activity import Compiling, DecodingPlainly, Prefilling
 from longspec_jax.generation.call import Plan, Shape
@@ -228,16 +228,16 @@ def test_comparisons_run_both_in_the_same_way(monkeypatch) -> None:
 def test_ctrl_c_is_honoured_between_two_launches(monkeypatch) -> None:
     """No launch takes longer than a part of a second, so that a call can be interrupted."""
     spec, launches = toy_spec(), []
-    launch = Engine._launch
+    launch = ModelRunner.launch
 
-    def interrupted(engine, choice, *others):
+    def interrupted(runner, rows, choice, *others):
         launches.append(choice.rounds)
         if len(launches) == 3:
             raise KeyboardInterrupt
-        return launch(engine, choice, *others)
+        return launch(runner, rows, choice, *others)
 
     spec.generate(PROMPT, max_new_tokens=400, eos_token_id=[])
-    monkeypatch.setattr(Engine, "_launch", interrupted)
+    monkeypatch.setattr(ModelRunner, "launch", interrupted)
     monkeypatch.setattr("longspec_jax.decoding.launches.LAUNCH_SECONDS", 1e-6)
     with pytest.raises(KeyboardInterrupt):
         spec.generate(PROMPT, max_new_tokens=400, eos_token_id=[])
