@@ -374,14 +374,6 @@ class Maybe(Rule):
         """The rule's, or null."""
         return {"anyOf": [self.rule.json_schema, {"type": "null"}]}
 
-    def read(self, name: str, value: object, row: int | None = None) -> Any:
-        """The value that the rule makes of JSON."""
-        if isinstance(value, Typed):
-            value = self.of_text(str(value))
-        if words := self.refusal(value):
-            raise Refused(name, value, words, row)
-        return None if value is None else self.rule.read(name, value, row)
-
     def plain(self, value: object) -> Any:
         """None, or as of the rule."""
         return None if value is None else self.rule.plain(value)

@@ -20,6 +20,7 @@ from flax import struct
 from jaxtyping import Bool, Float, Int
 
 from longspec_jax.axes import Array, Leaf
+from longspec_jax.config.tree import TreeConfig
 
 KEPT = 0.5 ** (1 / 32)
 """Share of an older round's weight that remains behind another one."""
@@ -107,6 +108,43 @@ class Watch:
         # Rounds of a tree without a doubt would show the one that runs: it holds that one's nodes.
         tokens = jnp.where(shown | (self.known[4] > 0), tokens, moved)
         return replace(self, known=jnp.stack([tokens, weight, *self.known[2:]]))
+
+
+@dataclass(frozen=True)
+class TreeTiming:
+    """What rounds of one drafter with one tree did."""
+
+    drafter: str
+    """Its name."""
+    tree: TreeConfig
+    """Its shape; without levels, plain decoding."""
+    seconds: float
+    """Of one round."""
+    tokens: float
+    """Emitted in one round by a row."""
+    rounds: int = 0
+    """How many rounds the tokens are a mean of."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of one row."""
+        return self.tokens / self.seconds
+
+    def corrected(self, seen: Measurement, most: float) -> "TreeTiming":
+        """The timing after more rounds of the same tree.
+
+        Args:
+          seen: what they did.
+          most: earlier rounds that count, at most.
+        """
+        share = seen.rounds / (min(self.rounds, most) + seen.rounds)
+        # Equal means stay as they are: plain rounds emit one token exactly.
+        return replace(
+            self,
+            seconds=self.seconds + share * (seen.seconds / seen.rounds - self.seconds),
+            tokens=self.tokens + share * (seen.tokens / seen.row_rounds - self.tokens),
+            rounds=self.rounds + seen.rounds,
+        )
 
 
 class Policy:

@@ -218,8 +218,7 @@ class Engine:
                 "retrieve_verify=partial"
             )
         longest = len(tokens) + int(request.max_new_tokens[0])
-        sizes = runner.capacity, runner.slack
-        self.prompts.check_fits(len(tokens), longest, *sizes, self._readmits)
+        self.prompts.check_fits(len(tokens), longest, self._readmits)
         shown, of_prompt = request.logprobs, request.prompt_logprobs
         if shown is not None or of_prompt is not None:
             check_alternatives(runner.contents.logprobs, shown, of_prompt)

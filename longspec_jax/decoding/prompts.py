@@ -170,21 +170,18 @@ class Prompts:
         """Tokens of the chunks of a prompt of this length, prefilled alone."""
         return chunk_of(prompt, (*self.short_chunks, self.chunk))
 
-    def check_fits(
-        self, prompt: int, longest: int, capacity: int, slack: int, readmits: bool
-    ) -> None:
+    def check_fits(self, prompt: int, longest: int, readmits: bool) -> None:
         """Refuse a request that a row cannot hold.
 
         Args:
           longest: tokens of its prompt and of all that it may emit.
-          slack: cache slots that a round needs beyond them.
           readmits: whether it may be prefilled again with all but one of them.
 
         Raises:
           ValueError: says how many slots it takes.
         """
         most = max(longest - 1, prompt) if readmits else prompt
-        needed = longest + slack
+        needed, capacity = longest + self._runner.slack, self._runner.capacity
         for chunk in {self.chunk_of(prompt), self.chunk_of(most)}:
             needed = max(needed, -(-most // chunk) * chunk)
         if needed > capacity:

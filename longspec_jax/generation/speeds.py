@@ -30,13 +30,12 @@ from longspec_jax import files
 from longspec_jax.checks import is_whole
 from longspec_jax.compilation import cache_folder
 from longspec_jax.config.tree import PLAIN, TreeConfig
-from longspec_jax.decoding.chooser import Measurement, Policy
+from longspec_jax.decoding.chooser import Measurement, Policy, TreeTiming
 from longspec_jax.decoding.policy import KNOWN, FastestWithinBudget
 from longspec_jax.decoding.report import shown_by
 from longspec_jax.decoding.round import weighs_trees
 from longspec_jax.decoding.warmup import RoundTimes
 from longspec_jax.drafters.base import Drafter
-from longspec_jax.generation.activity import TreeTiming
 from longspec_jax.generation.call import Plan
 
 DAYS = 30

@@ -39,99 +39,84 @@ from tests.lookup import LookupDrafter
 # The plan of a step.
 
 
-class Seen(Prompts):
-    """Prompts of which some had better wait for others."""
-
-    def _is_held_back(self, one: Waiting) -> bool:
-        return one.cache_salt == "held back"
-
-
-def queued(*priorities: int, held_back: Sequence[int] = ()) -> list[Waiting]:
-    """Waiting requests of these priorities, of which some are held back, by their places."""
-    salts = ["held back" if place in held_back else "" for place in range(len(priorities))]
-    return [
-        Waiting(priority, id, np.zeros(1, np.int32), asked(0), cache_salt=salt)
-        for id, (priority, salt) in enumerate(zip(priorities, salts, strict=True))
-    ]
-
-
-def under_way(*each: tuple[int, int]) -> list[Prefill]:
-    """Prefills with these numbers of chunks left, 0 for one that waits for a slot; priorities."""
-    none: Any = (each for each in ())
-    return [Prefill(queued(priority), none, 64, left) for left, priority in each]
-
-
 def seen(
-    queue: Sequence[Waiting] = (),
-    prefilling: Sequence[Prefill] = (),
-    *,
-    free: int = 0,
-    slots: int = 2,
-    together: bool = False,
-    most: int = 2,
+    queued: Sequence[int] = (),
+    prefilling: Sequence[tuple[int, int]] = (),
     live: Sequence[int] = (),
+    *,
+    held_back: int | None = None,
+    free: int = 0,
+    most: int = 2,
+    **sizes: Any,
 ) -> Plan:
-    models = TARGET, (NoDraft(),), Params(TABLE, ())
-    runner = ModelRunner(*models, slots=slots, capacity=64, stop_width=1, together=together)
-    prompts = Seen(runner, 64, (), most=most, reuse=None)
-    prompts.queue, prompts.under_way = list(queue), list(prefilling)
+    """What is planned beside requests of these priorities.
+
+    Args:
+      prefilling: also the chunks that are left, 0 where a prefill waits for a slot.
+      held_back: the place in the queue of a request that had better wait.
+    """
+    models, sizes = (TARGET, (NoDraft(),), Params(TABLE, ())), {"slots": 2, **sizes}
+    runner, none = ModelRunner(*models, capacity=64, stop_width=1, **sizes), (_ for _ in ())
+    prompts = Prompts(runner, 64, (), most=most, reuse=None)
+    prompts._is_held_back = lambda one: one.id == held_back  # type: ignore[method-assign]
+    for id, priority in enumerate(queued):
+        prompts.add(Waiting(priority, id, np.zeros(1, np.int32), asked(0)))
+    for left, priority in prefilling:
+        one = Waiting(priority, 0, np.zeros(1, np.int32), asked(0))
+        prompts.under_way.append(Prefill([one], none, 64, left))
     return prompts.plan(free, live)
 
 
+TOGETHER = {"slots": 3, "together": True, "most": 1}
+
+
 @each_row(
-    ("found", "expected"),
+    ("queued", "prefilling", "now", "expected"),
     [
-        (seen(queued(0, 0), free=1, most=1), Plan((0,), None, None)),
-        (seen(queued(0, 0), under_way((3, 0)), most=1), Plan((), 0, None)),
-        (seen(queued(0, 0), under_way((3, 0), (1, 0)), most=3), Plan((0,), 1, None)),
-        (seen((), under_way((0, 0), (2, 0))), Plan((), 1, None)),
-        (seen((), under_way((2, 0), (0, 0)), free=1), Plan((), 0, 1)),
-        (seen(queued(0, 0), free=3, slots=3, together=True, most=1), Plan((), None, None)),
-        (
-            seen(queued(0, 0, 0), free=3, slots=3, together=True, most=1),
-            Plan((0, 1, 2), None, None),
-        ),
-        (
-            seen((), under_way((0, 0)), free=2, slots=3, together=True, most=1),
-            Plan((), None, None),
-        ),
-        (seen(), Plan()),
+        ((0, 0), (), {"free": 1, "most": 1}, Plan((0,), None, None)),
+        ((0, 0), ((3, 0),), {"most": 1}, Plan((), 0, None)),
+        ((0, 0), ((3, 0), (1, 0)), {"most": 3}, Plan((0,), 1, None)),
+        ((), ((0, 0), (2, 0)), {}, Plan((), 1, None)),
+        ((), ((2, 0), (0, 0)), {"free": 1}, Plan((), 0, 1)),
+        ((0, 0), (), {"free": 3, **TOGETHER}, Plan((), None, None)),
+        ((0, 0, 0), (), {"free": 3, **TOGETHER}, Plan((0, 1, 2), None, None)),
+        ((), ((0, 0),), {"free": 2, **TOGETHER}, Plan((), None, None)),
+        ((), (), {}, Plan()),
     ],
 )
-def test_the_plan_of_a_step(found: Plan, expected: Plan) -> None:
-    assert found == expected
+def test_the_plan_of_a_step(queued: Any, prefilling: Any, now: Any, expected: Plan) -> None:
+    assert seen(queued, prefilling, **now) == expected
 
 
 def test_a_lower_priority_goes_first_at_every_stage() -> None:
     long, short = (9, 0), (1, 1)
-    assert seen((), under_way(short, long)).chunk == 1, "a better prompt, however long"
-    assert seen((), under_way((9, 1), short)).chunk == 1, "of equal ones the shorter"
-    assert seen((), under_way((0, 1), (0, 0)), free=1).place == 1
-    assert seen((), under_way((0, 1), (0, 1)), free=1).place == 0
+    assert seen((), (short, long)).chunk == 1, "a better prompt, however long"
+    assert seen((), ((9, 1), short)).chunk == 1, "of equal ones the shorter"
+    assert seen((), ((0, 1), (0, 0)), free=1).place == 1
+    assert seen((), ((0, 1), (0, 1)), free=1).place == 0
 
 
 def test_a_better_prompt_takes_the_slot_of_the_worst_that_came_last() -> None:
-    ready = under_way((0, 1))
-    assert seen((), ready, live=(3, 2, 3, 1)).preempt == 2
-    assert seen((), ready, live=(1, 0)).preempt is None, "never an equal one"
-    assert seen((), ready, live=(3,), free=1).preempt is None
-    assert seen((), under_way((2, 0)), live=(3,)).preempt is None, "not before it is ready"
+    ready = ((0, 1),)
+    assert seen((), ready, (3, 2, 3, 1)).preempt == 2
+    assert seen((), ready, (1, 0)).preempt is None, "never an equal one"
+    assert seen((), ready, (3,), free=1).preempt is None
+    assert seen((), ((2, 0),), (3,)).preempt is None, "not before it is ready"
     assert seen((), ready).preempt is None, "there may be none that can wait again"
 
 
 def test_a_better_request_takes_the_place_of_a_prefill() -> None:
-    begun = under_way((0, 1), (3, 2), (0, 2))
-    found = seen(queued(1, 1), begun, most=3)
+    begun = (0, 1), (3, 2), (0, 2)
+    found = seen((1, 1), begun, most=3)
     assert found.postpone == 2 and not found.admit
-    assert seen(queued(2), begun, most=3).postpone is None
-    assert seen(queued(1, held_back=(0,)), begun, most=3).postpone is None
-    assert seen(queued(1), begun, most=4) == Plan((0,), 1)
+    assert seen((2,), begun, most=3).postpone is None
+    assert seen((1,), begun, most=3, held_back=0).postpone is None
+    assert seen((1,), begun, most=4) == Plan((0,), 1)
 
 
 def test_a_request_that_is_held_back_is_overtaken() -> None:
-    queue = queued(0, 1, 1, held_back=(0,))
-    assert seen(queue, under_way((4, 0))).admit == (1,)
-    assert seen(queue[:1], under_way((4, 0))).admit == ()
+    assert seen((0, 1, 1), ((4, 0),), held_back=0).admit == (1,)
+    assert seen((0,), ((4, 0),), held_back=0).admit == ()
 
 
 # Requests that lose their slots.
