@@ -55,8 +55,7 @@ class Engine:
         self,
         runner: ModelRunner,
         *,
-        chunk: int,
-        short_chunks: Sequence[int] = (),
+        chunks: Sequence[int],
         prefills: int = 1,
         prefixes: bool = False,
         host_bytes: int = 0,
@@ -69,9 +68,8 @@ class Engine:
 
         Args:
           runner: its models, and the sizes of its rows.
-          chunk: tokens of a prefill step.
-          short_chunks: smaller steps, ascending, for prompts that are prefilled alone: each takes
-            the smallest that holds it, and ``chunk`` if none does.
+          chunks: tokens of a prefill step, ascending: a prompt takes the smallest that holds it,
+            and the last one if none does. Of prompts that are prefilled together there is one.
           prefills: requests whose prompts may be under way at once; each takes a row of its own
             beside the slots. The one with the fewest chunks left goes first.
           prefixes: whether a prompt begins with a copy of the chunks that a slot holds already.
@@ -96,7 +94,7 @@ class Engine:
         """What slots and the host's memory hold of earlier prompts; None if none is reused."""
         if prefixes:
             self.prefixes = PrefixCache(runner, host_bytes)
-        self.prompts = Prompts(runner, chunk, short_chunks, most=prefills, reuse=self.prefixes)
+        self.prompts = Prompts(runner, chunks, most=prefills, reuse=self.prefixes)
         """Requests that have no slot yet."""
         self._slots = Slots(runner.slots, self.prefixes)
         self._rows: Rows | None = None
@@ -310,8 +308,7 @@ class Engine:
         runner = replace(self.runner, drafters=tuple(drafters), params=params)
         other = Engine(
             runner,
-            chunk=self.prompts.chunk,
-            short_chunks=self.prompts.short_chunks,
+            chunks=self.prompts.chunks,
             ahead=runner.streams or len(drafters) == 1,
             clock=self.clock,
         )

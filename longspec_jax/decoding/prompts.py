@@ -140,8 +140,7 @@ class Prompts:
     def __init__(
         self,
         runner: ModelRunner,
-        chunk: int,
-        short_chunks: Sequence[int],
+        chunks: Sequence[int],
         *,
         most: int,
         reuse: PrefixCache | None,
@@ -149,12 +148,11 @@ class Prompts:
         """Begin empty; arguments as of :class:`longspec_jax.decoding.engine.Engine`.
 
         Args:
-          chunk: tokens of a chunk of a long prompt.
-          short_chunks: of the chunks of shorter ones.
+          chunks: tokens of a chunk, ascending.
           most: prefills that may be under way at once.
           reuse: where chunks of earlier prompts are found; None to run them all.
         """
-        self.chunk, self.short_chunks = chunk, tuple(short_chunks)
+        self.chunks = tuple(chunks)
         self.queue: list[Waiting] = []
         """In the order in which they are admitted."""
         self.under_way: list[Prefill] = []
@@ -165,10 +163,6 @@ class Prompts:
     def all(self) -> list[Waiting]:
         """Every request, the queued ones first."""
         return self.queue + [one for prefill in self.under_way for one in prefill.waiting]
-
-    def chunk_of(self, prompt: int) -> int:
-        """Tokens of the chunks of a prompt of this length, prefilled alone."""
-        return chunk_of(prompt, (*self.short_chunks, self.chunk))
 
     def check_fits(self, prompt: int, longest: int, readmits: bool) -> None:
         """Refuse a request that a row cannot hold.
@@ -182,7 +176,7 @@ class Prompts:
         """
         most = max(longest - 1, prompt) if readmits else prompt
         needed, capacity = longest + self._runner.slack, self._runner.capacity
-        for chunk in {self.chunk_of(prompt), self.chunk_of(most)}:
+        for chunk in {chunk_of(prompt, self.chunks), chunk_of(most, self.chunks)}:
             needed = max(needed, -(-most // chunk) * chunk)
         if needed > capacity:
             raise ValueError(
@@ -192,13 +186,12 @@ class Prompts:
 
     def take_chunks_of(self, chunk: int) -> None:
         """Prefill in chunks of another size from now on; shorter prompts keep their own."""
-        self.chunk = chunk
-        self.short_chunks = tuple(size for size in self.short_chunks if size < chunk)
+        self.chunks = *(size for size in self.chunks[:-1] if size < chunk), chunk
 
     def add(self, waiting: Waiting) -> None:
         """Queue a request."""
         if self._reuse:
-            chunk = self.chunk_of(len(waiting.tokens))
+            chunk = chunk_of(len(waiting.tokens), self.chunks)
             names = chunk_names(waiting.tokens, chunk, waiting.cache_salt)
             waiting = waiting._replace(names=names)
         bisect.insort(self.queue, waiting, key=Waiting.rank)
@@ -277,7 +270,7 @@ class Prompts:
             emitted[row] = one.emitted
             scored = scored or one.prompt_alternatives >= 0
             constrained = constrained or one.constraint is not None
-        chunk = self.chunk if runner.together else self.chunk_of(longest)
+        chunk = chunk_of(longest, self.chunks)
         known, skipped, allowed = NONE_KNOWN, 0, None
         if self._reuse and not scored:
             known = self._reuse.take(self._reusable(waiting[0]), longest, chunk, rows)
@@ -332,4 +325,4 @@ class Prompts:
         """The chunks of this prompt that need not run if a slot has them."""
         assert self._reuse is not None
         length = len(one.tokens)
-        return self._reuse.reusable(one.names, length, self.chunk_of(length))
+        return self._reuse.reusable(one.names, length, chunk_of(length, self.chunks))

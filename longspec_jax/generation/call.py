@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -50,16 +49,15 @@ class Shape:
 
     capacity: int
     """Cache slots of a row."""
-    chunk: int
-    """Tokens of a prefill step."""
-    short_chunks: tuple[int, ...] = ()
-    """Of prompts that are prefilled alone, ascending."""
+    chunks: tuple[int, ...]
+    """Tokens of a prefill step, ascending; several where prompts are prefilled alone."""
     alone: bool = False
     """Whether every prompt is prefilled alone, in steps that follow from its own length."""
 
-    def chunk_of(self, prompt: int) -> int:
-        """Tokens of a prefill step of a prompt of this length, prefilled alone."""
-        return chunk_of(prompt, (*self.short_chunks, self.chunk))
+    @property
+    def chunk(self) -> int:
+        """Tokens of a prefill step of a long prompt."""
+        return self.chunks[-1]
 
     @classmethod
     def for_call(
@@ -80,16 +78,16 @@ class Shape:
           expected: tokens of the longest row of all calls, prompt and new ones, where it is known.
           alone: whether every prompt is prefilled alone.
         """
-        short: tuple[int, ...] = ()
         if alone:
             sizes = chunk_sizes(chunk)
             chunk = chunk_of(longest, sizes)
-            short = tuple(size for size in sizes if size < chunk)
+            chunks = tuple(size for size in sizes if size <= chunk)
         else:
             chunk = min(chunk, max(SMALLEST_CHUNK, 1 << (longest - 1).bit_length()))
+            chunks = (chunk,)
         slots = max(longest + new_tokens, expected) + slack_slots(levels)
         slots = max(slots, -(-longest // chunk) * chunk)
-        return cls(bucket_capacity(slots), chunk, short, alone)
+        return cls(bucket_capacity(slots), chunks, alone)
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,8 +175,7 @@ class Plan:
             )
         return Engine(
             self.runners[streams],
-            chunk=self.shape.chunk,
-            short_chunks=self.shape.short_chunks,
+            chunks=self.shape.chunks,
             # A run that nobody follows decides on the next tree by the last rounds.
             ahead=streams or len(self.drafters) == 1,
             policy=policy,
@@ -283,8 +280,15 @@ def plan_call(
     if of_call not in models.candidates:
         models.candidates[of_call] = drafters_for(models, tree, rows, adaptive=adaptive)
     drafters, draft = models.candidates[of_call]
-    shape = shape_for(models, drafters, longest, most, models.expected_tokens)
-    chunks = tuple(sorted({*map(shape.chunk_of, lengths)})) if shape.alone else (shape.chunk,)
+    shape = Shape.for_call(
+        longest,
+        most,
+        max(drafter.tree.num_levels for drafter in drafters),
+        models.prefill_chunk,
+        expected=models.expected_tokens,
+        alone=models.target.batch_invariant,
+    )
+    chunks = tuple(sorted({chunk_of(length, shape.chunks) for length in lengths}))
     scored, adjusted = request.prompt_logprobs is not None, request.adjustments is not None
     reported = scored or request.logprobs is not None
     contents = Contents(MOST_ALTERNATIVES if reported else None, trees=return_trees)
@@ -319,20 +323,6 @@ def plan_call(
         open=tree is None and models.tree is None and not adaptive,
     )
     return models.plans[key]
-
-
-def shape_for(
-    models: Models,
-    drafters: Sequence[Drafter],
-    longest: int,
-    new_tokens: int,
-    expected: int = 0,
-) -> Shape:
-    """The static sizes of rows that these drafters decode; arguments as of :class:`Shape`'s."""
-    levels = max(drafter.tree.num_levels for drafter in drafters)
-    alone = models.target.batch_invariant
-    chunk = models.prefill_chunk
-    return Shape.for_call(longest, new_tokens, levels, chunk, expected=expected, alone=alone)
 
 
 def _quantised(target: PyTree) -> dict[str, Any]:

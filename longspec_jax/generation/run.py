@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Generator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from longspec_jax.decoding.engine import Engine
@@ -78,40 +78,32 @@ class RowOutput:
         self.done = output.finish is not None
 
 
+@dataclass(eq=False, repr=False)
 class Run(TextEngine):
-    """A call on its way."""
+    """A call on its way: its rows are the requests of an engine, by the same numbers."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        batch: Batch,
-        known: Known,
-        engine: Engine,
-        *,
-        streams: bool,
-        on_activity: OnActivity,
-        compile_seconds: float,
-        times: RoundTimes,
-        kind: str | None = None,
-    ) -> None:
-        """Begin without a token; the rows' numbers are those of the engine's requests.
+    plan: Plan
+    batch: Batch
+    known: Known
+    streams: bool
+    """Whether text is read as tokens come; else behind the last one."""
+    on_activity: OnActivity
+    compile_seconds: float
+    times: RoundTimes
+    """Of a round of every candidate, as far as they are known."""
+    kind: str | None = None
+    """The kind of call, of which its speeds are remembered; None where they are not."""
+    rows: list[RowOutput] = field(init=False)
+    accepted: Counter[int] = field(default_factory=Counter, init=False)
+    """Accepted draft tokens of all rows by who proposed them, as bits."""
+    begun: bool = field(default=False, init=False)
+    """Whether a row has a token."""
 
-        Args:
-          streams: whether text is read as tokens come; else behind the last one.
-          times: of a round of every candidate, as far as they are known.
-          kind: of call, of which its speeds are remembered; None where they are not.
-        """
-        super().__init__(engine)
-        self.plan, self.batch, self.known, self.on_activity = plan, batch, known, on_activity
-        self.streams, self.compile_seconds = streams, compile_seconds
-        self.times, self.kind = times, kind
-        levels = plan.drafter.tree.num_levels
-        self.rows = [RowOutput([0] * (levels + 1)) for _ in batch.prompts]
-        self.accepted: Counter[int] = Counter()
-        """Accepted draft tokens of all rows by who proposed them, as bits."""
-        self.begun = False
-        """Whether a row has a token."""
-        engine.round_seconds = times.seconds[0] if len(times.seconds) == 1 else math.nan
+    def __post_init__(self) -> None:
+        """Begin without a token."""
+        known, levels = self.times.seconds, self.plan.drafter.tree.num_levels
+        self.engine.round_seconds = known[0] if len(known) == 1 else math.nan
+        self.rows = [RowOutput([0] * (levels + 1)) for _ in self.batch.prompts]
 
     @property
     def stats(self) -> Stats:
@@ -147,15 +139,8 @@ class Run(TextEngine):
         compiled, times = self.known.warm.prepare(plan, self.streams, self.on_activity)
         engine = self.engine.fork(plan.drafters, plan.params, ())
         engine.seconds_of_prefill = self.engine.seconds_of_prefill
-        run = Run(
-            plan,
-            self.batch,
-            self.known,
-            engine,
-            streams=self.streams,
-            on_activity=self.on_activity,
-            compile_seconds=compiled,
-            times=times,
+        run = replace(
+            self, engine=engine, plan=plan, compile_seconds=compiled, times=times, kind=None
         )
         run.begun = self.begun
         for index, (row, own) in enumerate(zip(self.rows, run.rows, strict=True)):
@@ -263,17 +248,7 @@ def start(
     if len(plan.drafters) > 1:
         policy, ready = settled.policy(times), settled.weighing(times)
     engine = ready.engine(streams, policy)
-    run = Run(
-        plan,
-        batch,
-        known,
-        engine,
-        streams=streams,
-        on_activity=tell,
-        compile_seconds=compiled,
-        times=times,
-        kind=settled.kind,
-    )
+    run = Run(engine, plan, batch, known, streams, tell, compiled, times, settled.kind)
     for row, prompt in enumerate(batch.prompts):
         engine.submit(prompt, batch.request if plan.rows == 1 else batch.request.row(row))
         if streams:

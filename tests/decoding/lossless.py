@@ -116,7 +116,8 @@ def engine_with(target: Any, drafters: Sequence[Drafter], params: Any, **options
     sizes = {
         each.name: options.pop(each.name) for each in fields(ModelRunner) if each.name in options
     }
-    return Engine(ModelRunner(target, tuple(drafters), params, **sizes), **options)
+    chunks = *options.pop("short_chunks", ()), options.pop("chunk")
+    return Engine(ModelRunner(target, tuple(drafters), params, **sizes), chunks=chunks, **options)
 
 
 def engine_of(

@@ -57,7 +57,7 @@ def seen(
     """
     models, sizes = (TARGET, (NoDraft(),), Params(TABLE, ())), {"slots": 2, **sizes}
     runner, none = ModelRunner(*models, capacity=64, stop_width=1, **sizes), (_ for _ in ())
-    prompts = Prompts(runner, 64, (), most=most, reuse=None)
+    prompts = Prompts(runner, (64,), most=most, reuse=None)
     prompts._is_held_back = lambda one: one.id == held_back  # type: ignore[method-assign]
     for id, priority in enumerate(queued):
         prompts.add(Waiting(priority, id, np.zeros(1, np.int32), asked(0)))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from longspec_jax import PLAIN, LongSpec
-from longspec_jax.decoding.runner import ModelRunner
+from longspec_jax.decoding.runner import ModelRunner, chunk_of
 from longspec_jax.drafters.checkpoints.longspec import save_draft
 from longspec_jax.generation.activity import Compiling, DecodingPlainly, Prefilling
 from longspec_jax.generation.call import Plan, Shape
@@ -90,11 +90,11 @@ def test_the_chunk_follows_the_longest_prompt() -> None:
 
 def test_the_chunks_of_prompts_that_are_prefilled_alone() -> None:
     shape = Shape.for_call(600, 6, 3, 2048, alone=True)
-    chunks = [shape.chunk_of(prompt) for prompt in (1, 128, 129, 512, 513)]
+    chunks = [chunk_of(prompt, shape.chunks) for prompt in (1, 128, 129, 512, 513)]
     assert chunks == [128, 128, 512, 512, 2048]
     assert shape.capacity >= 2048
     short = Shape.for_call(100, 6, 3, 2048, alone=True)
-    assert short.chunk == 128 and short.chunk_of(100) == shape.chunk_of(100)
+    assert short.chunk == 128 and short.chunks == shape.chunks[:1]
 
 
 def test_calls_shorter_than_expected_share_a_shape() -> None:
