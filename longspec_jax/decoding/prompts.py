@@ -7,6 +7,7 @@ keyed by position, so its text goes on as if nothing had happened.
 
 import bisect
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -54,48 +55,37 @@ class Waiting(NamedTuple):
         return self.priority, self.id
 
 
+@dataclass(eq=False, repr=False)
 class Prefill:
     """Requests whose prompts are run as one batch, chunk by chunk."""
 
-    def __init__(
-        self,
-        waiting: Sequence[Waiting],
-        chunks: Generator[ChunkLaunch, None, Rows],
-        chunk: int,
-        count: int,
-        cached: int = 0,
-    ) -> None:
-        """Launch nothing yet.
-
-        Args:
-          chunks: launches a chunk at every step, and returns the rows.
-          cached: tokens of a single prompt that are known.
-        """
-        self.waiting, self.chunk = waiting, chunk
-        self.priority = waiting[0].priority
-        """The best of its requests', which are in the order of the queue."""
-        self.left = count
-        """Chunks to launch; behind the last one it waits for a slot."""
-        self.cached = cached
-        """Tokens that are not prefilled."""
-        self.read = cached
-        """Tokens of the longest prompt that are known to have run."""
-        self.rows: Rows | None = None
-        """The prefilled rows, once all chunks are launched."""
-        self.logits: Array | None = None
-        """``[B, V]`` behind the last tokens of the prompts."""
-        self.logprobs: list[np.ndarray] = []
-        """``[B, C, m]`` of every chunk that was read, packed; empty if none were asked for."""
-        self._chunks = chunks
+    waiting: Sequence[Waiting]
+    """In the order of the queue, the best one first."""
+    chunks: Generator[ChunkLaunch, None, Rows]
+    """Launches a chunk at every step, and returns the rows."""
+    chunk: int
+    """Tokens of a chunk."""
+    left: int
+    """Chunks to launch; behind the last one it waits for a slot."""
+    cached: int = 0
+    """Tokens of a single prompt that are known, and not prefilled."""
+    read: int = 0
+    """Tokens of the longest prompt that are known to have run, or were known before."""
+    rows: Rows | None = None
+    """The prefilled rows, once all chunks are launched."""
+    logits: Array | None = None
+    """``[B, V]`` behind the last tokens of the prompts."""
+    logprobs: list[np.ndarray] = field(default_factory=list)
+    """``[B, C, m]`` of every chunk that was read, packed; empty if none were asked for."""
 
     def launch(self) -> ChunkLaunch:
         """Launch the next chunk; behind the last one there are :attr:`rows`."""
-        launched = next(self._chunks)
+        launched = next(self.chunks)
         self.logits = launched.logits
         self.left -= 1
         if not self.left:
             try:
-                next(self._chunks)
+                next(self.chunks)
             except StopIteration as end:
                 self.rows = end.value
         return launched
@@ -107,6 +97,11 @@ class Prefill:
             return None
         found = [each[row] for each in self.logprobs]
         return PromptLogprobs(found, len(one.tokens) - 1, one.prompt_alternatives)
+
+    @property
+    def priority(self) -> int:
+        """The best of its requests'."""
+        return self.waiting[0].priority
 
     @property
     def ids(self) -> list[int]:
@@ -298,7 +293,7 @@ class Prompts:
             allowed=allowed,
         )
         count = -(-longest // chunk) - known.copied
-        self.under_way.append(Prefill(waiting, chunks, chunk, count, skipped))
+        self.under_way.append(Prefill(waiting, chunks, chunk, count, skipped, skipped))
         for index in sorted(indices, reverse=True):
             del self.queue[index]
 

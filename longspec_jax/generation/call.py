@@ -212,18 +212,14 @@ class Plan:
 
     @property
     def empty_request(self) -> Request:
-        """Options in the shapes and of the kind of the call's; of two tokens a row if it may."""
-        none: Any = np.zeros(self.rows, np.int32)
-        real, stops = none.astype(np.float32), none[:, None].repeat(self.stop_width, 1) - 1
-        sampling = Sampling(
-            real, none, real + 1, none.astype(np.uint32), real - np.inf, kind=self.kind
-        )
-        most = self.contents.logprobs
+        """Options of a row in the shapes and of the kind of the call's; of two tokens if it may."""
+        none: Any = np.zeros(1, np.int32)
+        real, most = none.astype(np.float32), self.contents.logprobs
         return Request(
-            sampling,
-            stops,
+            Sampling(real, none, real + 1, none.astype(np.uint32), real - np.inf, kind=self.kind),
+            none[:, None].repeat(self.stop_width, 1) - 1,
             none + self.new_tokens,
-            adjustments=AdjustmentOptions.none(self.rows) if self.adjusted else None,
+            adjustments=AdjustmentOptions.none(1) if self.adjusted else None,
             logprobs=None if self.kind is not SamplingKind.ANY or most is None else none + most,
             prompt_logprobs=none if self.scored else None,
         )
@@ -278,12 +274,14 @@ def plan_call(
     slots = rows if models.max_num_seqs is None else min(rows, models.max_num_seqs)
     of_call = tree, rows, adaptive
     if of_call not in models.candidates:
-        models.candidates[of_call] = drafters_for(models, tree, rows, adaptive=adaptive)
-    drafters, draft = models.candidates[of_call]
+        drafters, draft = drafters_for(models, tree, rows, adaptive=adaptive)
+        levels = max(drafter.tree.num_levels for drafter in drafters)
+        models.candidates[of_call] = drafters, draft, levels
+    drafters, draft, levels = models.candidates[of_call]
     shape = Shape.for_call(
         longest,
         most,
-        max(drafter.tree.num_levels for drafter in drafters),
+        levels,
         models.prefill_chunk,
         expected=models.expected_tokens,
         alone=models.target.batch_invariant,

@@ -37,7 +37,7 @@ def rehearse(plan: Plan, streams: bool, rounds: bool) -> RoundTimes:
       What a round of every candidate takes, at the context of the longest prompt.
     """
     with plan.engine(streams) as engine:
-        request = plan.empty_request.row(0)
+        request = plan.empty_request
         if can_precompile(plan):
             compile_side_by_side(
                 warmup.programs(
