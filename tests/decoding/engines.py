@@ -9,7 +9,7 @@ import numpy as np
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.chooser import Choice, Measurement, Policy
 from longspec_jax.decoding.engine import Engine
-from longspec_jax.decoding.rows import Request, Rows
+from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.runner import slack_slots
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.slots import StepOutput
@@ -83,7 +83,7 @@ def plainly(req: Request) -> list[np.ndarray]:
 
 LENGTHS_OF = (1, 30, 8, 3, 17, 9, 25)
 NEW_OF = (9, 1, 12, 4, 2, 7, 5)
-SIZES: dict[str, Any] = {"capacity": 48, "chunk": 8, "stop_width": 2}
+SIZES: dict[str, Any] = {"capacity": 48, "chunks": (8,), "stop_width": 2}
 
 
 def asked(row: int) -> Request:
@@ -127,11 +127,7 @@ def launched(engine: Engine) -> list[tuple[Any, ...]]:
     found: list[tuple[Any, ...]] = []
     launch = engine.runner.launch
 
-    def noted(rows: Rows, *given: Any) -> Any:
-        found.append(given)
-        return launch(rows, *given)
-
-    launch_by(engine, noted)
+    launch_by(engine, lambda rows, *given: (found.append(given), launch(rows, *given))[1])
     return found
 
 

@@ -39,31 +39,26 @@ from tests.lookup import LookupDrafter
 # The plan of a step.
 
 
-def seen(
-    queued: Sequence[int] = (),
-    prefilling: Sequence[tuple[int, int]] = (),
-    live: Sequence[int] = (),
-    *,
-    held_back: int | None = None,
-    free: int = 0,
-    most: int = 2,
-    **sizes: Any,
-) -> Plan:
-    """What is planned beside requests of these priorities.
+def waiting(priority: int, id: int = 0) -> Waiting:
+    return Waiting(priority, id, np.zeros(1, np.int32), asked(0))
+
+
+def seen(queued: Any = (), prefilling: Any = (), live: Any = (), **more: Any) -> Plan:
+    """What is planned beside waiting, prefilled and live requests of these priorities.
 
     Args:
       prefilling: also the chunks that are left, 0 where a prefill waits for a slot.
-      held_back: the place in the queue of a request that had better wait.
+      **more: vacant slots, most prefills, the place in the queue of a request that had better wait,
+        and fields of the runner.
     """
-    models, sizes = (TARGET, (NoDraft(),), Params(TABLE, ())), {"slots": 2, **sizes}
-    runner, none = ModelRunner(*models, capacity=64, stop_width=1, **sizes), (_ for _ in ())
+    sizes = {"slots": 2, "free": 0, "most": 2, "held_back": None, **more}
+    free, most, held_back = (sizes.pop(name) for name in ("free", "most", "held_back"))
+    models, none = (TARGET, (NoDraft(),), Params(TABLE, ())), (_ for _ in ())
+    runner = ModelRunner(*models, capacity=64, stop_width=1, **sizes)
     prompts = Prompts(runner, (64,), most=most, reuse=None)
     prompts._is_held_back = lambda one: one.id == held_back  # type: ignore[method-assign]
-    for id, priority in enumerate(queued):
-        prompts.add(Waiting(priority, id, np.zeros(1, np.int32), asked(0)))
-    for left, priority in prefilling:
-        one = Waiting(priority, 0, np.zeros(1, np.int32), asked(0))
-        prompts.under_way.append(Prefill([one], none, 64, left))
+    prompts.queue = [waiting(priority, id) for id, priority in enumerate(queued)]
+    prompts.under_way = [Prefill([waiting(own)], none, 64, left) for left, own in prefilling]
     return prompts.plan(free, live)
 
 
@@ -81,7 +76,6 @@ TOGETHER = {"slots": 3, "together": True, "most": 1}
         ((0, 0), (), {"free": 3, **TOGETHER}, Plan((), None, None)),
         ((0, 0, 0), (), {"free": 3, **TOGETHER}, Plan((0, 1, 2), None, None)),
         ((), ((0, 0),), {"free": 2, **TOGETHER}, Plan((), None, None)),
-        ((), (), {}, Plan()),
     ],
 )
 def test_the_plan_of_a_step(queued: Any, prefilling: Any, now: Any, expected: Plan) -> None:
