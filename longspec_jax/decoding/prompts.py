@@ -78,18 +78,6 @@ class Prefill:
     logprobs: list[np.ndarray] = field(default_factory=list)
     """``[B, C, m]`` of every chunk that was read, packed; empty if none were asked for."""
 
-    def launch(self) -> ChunkLaunch:
-        """Launch the next chunk; behind the last one there are :attr:`rows`."""
-        launched = next(self.chunks)
-        self.logits = launched.logits
-        self.left -= 1
-        if not self.left:
-            try:
-                next(self.chunks)
-            except StopIteration as end:
-                self.rows = end.value
-        return launched
-
     def prompt_logprobs(self, row: int) -> PromptLogprobs | None:
         """Those of the prompt's tokens, the first one None; None if they were not asked for."""
         one = self.waiting[row]
@@ -298,8 +286,15 @@ class Prompts:
             del self.queue[index]
 
     def launch(self, prefill: Prefill) -> ChunkLaunch:
-        """Launch the next chunk of a prefill under way."""
-        launched = prefill.launch()
+        """Launch the next chunk of a prefill under way; behind the last one there are its rows."""
+        launched = next(prefill.chunks)
+        prefill.logits = launched.logits
+        prefill.left -= 1
+        if not prefill.left:
+            try:
+                next(prefill.chunks)
+            except StopIteration as end:
+                prefill.rows = end.value
         if self._reuse:
             self._reuse.keep(prefill.waiting[0].names, prefill.chunk, launched)
         return launched
