@@ -45,7 +45,7 @@ MOST_KINDS = 256
 WORSE, JUDGED = 0.8, 8
 """Speed over the fastest's below which a candidate of earlier processes is not compiled again, and
 rounds that have to show it."""
-MOST_OWN = 64
+MOST_OWN = 64.0
 """Rounds of this process behind a mean that count against those of a run."""
 MOST_EARLIER = 32
 """Rounds of earlier processes that count of a tree which a process leaves out: half of them in the
@@ -353,10 +353,12 @@ def kept_speeds(kind: str, found: Sequence[TreeTiming] | None = None) -> tuple[T
         kinds = dict(json.loads(file.read_text("utf-8")))
     kept: dict[TreeTiming, float] = {}
     with contextlib.suppress(KeyError, TypeError, ValueError):
-        for label, tree, seconds, tokens, rounds, written in kinds[kind]:
-            timing = TreeTiming(label, TreeConfig.parse(tree), seconds, tokens, rounds)
-            if now - written < DAYS * 86400 and _is_sound(timing):
-                kept[timing] = written
+        for label, named, seconds, tokens, rounds, written in kinds[kind]:
+            tree = TreeConfig.parse(named)
+            possible = 0 < seconds < math.inf and 1 <= tokens <= tree.num_levels + 1
+            counted = isinstance(label, str) and is_whole(rounds) and rounds >= 0
+            if possible and counted and now - written < DAYS * 86400:
+                kept[TreeTiming(label, tree, seconds, tokens, rounds)] = written
     if found is not None:
         # What this run did not correct keeps its day.
         trees = [
@@ -370,10 +372,3 @@ def kept_speeds(kind: str, found: Sequence[TreeTiming] | None = None) -> tuple[T
             files.replace(file, json.dumps(latest).encode())
         return tuple(found)
     return tuple(kept)
-
-
-def _is_sound(timing: TreeTiming) -> bool:
-    """Whether a timing's numbers are possible."""
-    named, most = isinstance(timing.drafter, str), timing.tree.num_levels + 1
-    counted = is_whole(timing.rounds) and timing.rounds >= 0
-    return named and counted and 0 < timing.seconds < math.inf and 1 <= timing.tokens <= most
