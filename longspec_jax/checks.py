@@ -374,6 +374,14 @@ class Maybe(Rule):
         """The rule's, or null."""
         return {"anyOf": [self.rule.json_schema, {"type": "null"}]}
 
+    def read(self, name: str, value: object, row: int | None = None) -> Any:
+        """None, or what the rule makes of the value, whose own reading may build what it holds."""
+        if isinstance(value, Typed):
+            value = self.of_text(str(value))
+        if words := self.refusal(value):
+            raise Refused(name, value, words, row)
+        return None if value is None else self.rule.read(name, value, row)
+
     def plain(self, value: object) -> Any:
         """None, or as of the rule."""
         return None if value is None else self.rule.plain(value)
