@@ -12,8 +12,7 @@ from longspec_jax.decoding.chooser import Chooser, Measurement, load_of
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.launches import FAULTS_APART
 from longspec_jax.decoding.policy import FastestWithinBudget
-from longspec_jax.decoding.prompts import Plan, Prefill, Prompts, Waiting
-from longspec_jax.decoding.runner import ModelRunner
+from longspec_jax.decoding.prompts import Plan, Prefill, Waiting
 from longspec_jax.decoding.slots import StepOutput
 from longspec_jax.decoding.warmup import largest_chunk, smaller_chunks
 from longspec_jax.drafters.base import NoDraft, Params
@@ -48,29 +47,26 @@ def seen(queued: Any = (), prefilling: Any = (), live: Any = (), **more: Any) ->
 
     Args:
       prefilling: also the chunks that are left, 0 where a prefill waits for a slot.
-      **more: vacant slots, most prefills, the place in the queue of a request that had better wait,
-        and fields of the runner.
+      **more: ``free`` slots; ``held_back``, the place of a request that had better wait; and
+        options of the engine.
     """
-    sizes = {"slots": 2, "free": 0, "most": 2, "held_back": None, **more}
-    free, most, held_back = (sizes.pop(name) for name in ("free", "most", "held_back"))
-    models, none = (TARGET, (NoDraft(),), Params(TABLE, ())), (_ for _ in ())
-    runner = ModelRunner(*models, capacity=64, stop_width=1, **sizes)
-    prompts = Prompts(runner, (64,), most=most, reuse=None)
+    free, held_back, none = more.pop("free", 0), more.pop("held_back", None), (_ for _ in ())
+    prompts = open_engine(**{"prefills": 2, **more}).prompts
     prompts._is_held_back = lambda one: one.id == held_back  # type: ignore[method-assign]
     prompts.queue = [waiting(priority, id) for id, priority in enumerate(queued)]
     prompts.under_way = [Prefill([waiting(own)], none, 64, left) for left, own in prefilling]
     return prompts.plan(free, live)
 
 
-TOGETHER = {"slots": 3, "together": True, "most": 1}
+TOGETHER = {"slots": 3, "together": True, "prefills": 1}
 
 
 @each_row(
     ("queued", "prefilling", "now", "expected"),
     [
-        ((0, 0), (), {"free": 1, "most": 1}, Plan((0,), None, None)),
-        ((0, 0), ((3, 0),), {"most": 1}, Plan((), 0, None)),
-        ((0, 0), ((3, 0), (1, 0)), {"most": 3}, Plan((0,), 1, None)),
+        ((0, 0), (), {"free": 1, "prefills": 1}, Plan((0,), None, None)),
+        ((0, 0), ((3, 0),), {"prefills": 1}, Plan((), 0, None)),
+        ((0, 0), ((3, 0), (1, 0)), {"prefills": 3}, Plan((0,), 1, None)),
         ((), ((0, 0), (2, 0)), {}, Plan((), 1, None)),
         ((), ((2, 0), (0, 0)), {"free": 1}, Plan((), 0, 1)),
         ((0, 0), (), {"free": 3, **TOGETHER}, Plan((), None, None)),
@@ -101,11 +97,11 @@ def test_a_better_prompt_takes_the_slot_of_the_worst_that_came_last() -> None:
 
 def test_a_better_request_takes_the_place_of_a_prefill() -> None:
     begun = (0, 1), (3, 2), (0, 2)
-    found = seen((1, 1), begun, most=3)
+    found = seen((1, 1), begun, prefills=3)
     assert found.postpone == 2 and not found.admit
-    assert seen((2,), begun, most=3).postpone is None
-    assert seen((1,), begun, most=3, held_back=0).postpone is None
-    assert seen((1,), begun, most=4) == Plan((0,), 1)
+    assert seen((2,), begun, prefills=3).postpone is None
+    assert seen((1,), begun, prefills=3, held_back=0).postpone is None
+    assert seen((1,), begun, prefills=4) == Plan((0,), 1)
 
 
 def test_a_request_that_is_held_back_is_overtaken() -> None:
@@ -157,7 +153,6 @@ class Faults:
         self.now, self._at, self._count = 0.0, set(at), 0
         self._launch = engine.runner.launch
         launch_by(engine, self)
-        assert engine._faults is not None
         engine._faults.clock = lambda: self.now
 
     def __call__(self, *args: Any) -> Any:

@@ -130,6 +130,7 @@ def test_a_policy_begins_with_what_is_known(spec) -> None:
     plan, speeds = planned(spec), spec._speeds
     settled = settle(plan, speeds, streams=False, identical=True)
     assert settled.policy(RoundTimes((1.0,))) is None
+    assert settle(plan, speeds, streams=False, identical=True).plan is settled.plan, "made once"
     policy = settled.policy(RoundTimes((1e-3, 1.5e-3)))
     assert policy is not None and policy.choose().candidate == 1, "a tree that nobody has seen"
     seen = Measurement(20, 20, 20, 20.0), Measurement(20, 20, 60, 30.0)
