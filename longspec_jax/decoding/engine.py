@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from operator import attrgetter
 
 import jax
@@ -134,9 +134,9 @@ class Engine:
             self._rows = self.runner.vacant()
         return self._rows
 
-    @property
+    @cached_property
     def draft_bytes(self) -> int:
-        """Bytes of the state of the drafters in all rows."""
+        """Bytes of the state of the drafters in all rows, which no round changes."""
         return sum(map(attrgetter("nbytes"), jax.tree.leaves(self.rows.draft)))
 
     @property
