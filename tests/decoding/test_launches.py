@@ -18,7 +18,6 @@ from longspec_jax.decoding.launches import LAUNCH_SECONDS
 from longspec_jax.decoding.policy import FastestWithinBudget
 from longspec_jax.decoding.report import Contents, Report
 from longspec_jax.decoding.round import many_rounds, one_round
-from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.runner import slack_slots
 from longspec_jax.decoding.sampling import SamplingKind
 from longspec_jax.decoding.slots import StepOutput
@@ -204,7 +203,7 @@ def clocked(
     )
     launch, ends = engine.runner.launch, []
 
-    def timed(rows: Rows, choice: Choice, *more: Any) -> Any:
+    def timed(rows: Any, choice: Choice, *more: Any) -> Any:
         rows, packed = launch(rows, choice, *more)
         ran = len(Report.of(np.asarray(packed), DRAFTER.tree).count)
         free[0] = max(free[0], now[0]) + seconds[choice.candidate] * ran
