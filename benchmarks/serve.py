@@ -338,7 +338,7 @@ def admission(spec: LongSpec, arguments: argparse.Namespace) -> Row:
     tree = DEFAULT_TREE if jax.default_backend() == "gpu" else CHAIN
     limit = {"tree": tree, "max_itl_ms": float(arguments.max_itl_ms)}
     engine, seconds = prepared_engine(spec, STREAMS + 1, max_len=max_len, **limit)
-    random, chunk = np.random.default_rng(2), engine.engine.prompts.chunk
+    random, chunk = np.random.default_rng(2), engine.engine.prompts.chunks[-1]
     with serving(spec, engine, max_len) as client:
         step(f"a prompt of {arguments.long_context} tokens beside {STREAMS} streams")
         short = drawn(random, STREAMS, min(STREAM_CONTEXT, arguments.long_context // 4), spec)

@@ -375,7 +375,7 @@ class Maybe(Rule):
         return {"anyOf": [self.rule.json_schema, {"type": "null"}]}
 
     def read(self, name: str, value: object, row: int | None = None) -> Any:
-        """The value that the rule makes of JSON."""
+        """None, or what the rule makes of the value, whose own reading may build what it holds."""
         if isinstance(value, Typed):
             value = self.of_text(str(value))
         if words := self.refusal(value):

@@ -20,6 +20,7 @@ from flax import struct
 from jaxtyping import Bool, Float, Int
 
 from longspec_jax.axes import Array, Leaf
+from longspec_jax.config.tree import TreeConfig
 
 KEPT = 0.5 ** (1 / 32)
 """Share of an older round's weight that remains behind another one."""
@@ -49,13 +50,15 @@ class Measurement:
     say. If absent rounds show the candidate that ran, in the mean."""
 
     def __add__(self, other: "Measurement") -> "Measurement":
-        shown = [each.shown for each in (self, other) if each.shown is not None]
+        shown = self.shown if other.shown is None else other.shown
+        if self.shown is not None and other.shown is not None:
+            shown = np.concatenate([self.shown, other.shown])
         return Measurement(
             self.rounds + other.rounds,
             self.row_rounds + other.row_rounds,
             self.tokens + other.tokens,
             self.seconds + other.seconds,
-            np.concatenate(shown) if shown else None,
+            shown,
         )
 
 
@@ -105,6 +108,43 @@ class Watch:
         # Rounds of a tree without a doubt would show the one that runs: it holds that one's nodes.
         tokens = jnp.where(shown | (self.known[4] > 0), tokens, moved)
         return replace(self, known=jnp.stack([tokens, weight, *self.known[2:]]))
+
+
+@dataclass(frozen=True)
+class TreeTiming:
+    """What rounds of one drafter with one tree did."""
+
+    drafter: str
+    """Its name."""
+    tree: TreeConfig
+    """Its shape; without levels, plain decoding."""
+    seconds: float
+    """Of one round."""
+    tokens: float
+    """Emitted in one round by a row."""
+    rounds: int = 0
+    """How many rounds the tokens are a mean of."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of one row."""
+        return self.tokens / self.seconds
+
+    def corrected(self, seen: Measurement, most: float) -> "TreeTiming":
+        """The timing after more rounds of the same tree.
+
+        Args:
+          seen: what they did.
+          most: earlier rounds that count, at most.
+        """
+        share = seen.rounds / (min(self.rounds, most) + seen.rounds)
+        # Equal means stay as they are: plain rounds emit one token exactly.
+        return replace(
+            self,
+            seconds=self.seconds + share * (seen.seconds / seen.rounds - self.seconds),
+            tokens=self.tokens + share * (seen.tokens / seen.row_rounds - self.tokens),
+            rounds=self.rounds + seen.rounds,
+        )
 
 
 class Policy:
@@ -181,14 +221,13 @@ class LateChoices:
 
 
 class Chooser:
-    """The candidate of every launch: of several a policy's choice for this many live rows."""
+    """The candidate of every launch: a policy's choice for this many live rows."""
 
     def __init__(self, policies: Sequence[Policy], candidates: int) -> None:
         """Begin with the first policy.
 
         Args:
-          policies: for one live row, two, up to four and so on; the last one for all others. A
-            single candidate needs none.
+          policies: for one live row, two, up to four and so on; the last one for all others.
 
         Raises:
           NotImplementedError: if there is a choice in a computation of several processes.
@@ -200,8 +239,6 @@ class Chooser:
             )
         self._by_load = [LateChoices(policy, candidates) for policy in policies]
         self._load = 0
-        self.totals = (Measurement(),) * candidates
-        """What every candidate has done, as far as it was read."""
 
     def next(self, running: Sequence[Choice], most: int, live: int) -> tuple[Choice, Watch | None]:
         """The candidate and the rounds of the next launch, and what ends it before its time.
@@ -211,8 +248,6 @@ class Chooser:
           most: rounds of a launch.
           live: rows that take part.
         """
-        if not self._by_load:
-            return Choice(0, most), None
         load = self._of(live)
         own = self._by_load[load]
         if load != self._load:
@@ -223,15 +258,7 @@ class Chooser:
 
     def record(self, candidate: int, seen: Measurement, live: int) -> None:
         """Note what a launch beside this many live rows did."""
-        totals = list(self.totals)
-        totals[candidate] += replace(seen, shown=None)
-        self.totals = tuple(totals)
-        if self._by_load:
-            self._by_load[self._of(live)].record(candidate, seen)
-
-    def forget(self) -> None:
-        """Forget the totals, and not what the policies have learnt."""
-        self.totals = (Measurement(),) * len(self.totals)
+        self._by_load[self._of(live)].record(candidate, seen)
 
     def _of(self, live: int) -> int:
         return min(load_of(live), len(self._by_load) - 1)

@@ -14,7 +14,8 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
+from operator import attrgetter
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from longspec_jax.axes import Array
-from longspec_jax.decoding.chooser import Choice, Chooser, Measurement, Policy, Watch
+from longspec_jax.decoding.chooser import Choice, Chooser, Measurement, Policy
 from longspec_jax.decoding.constrained import (
     FREE,
     Constraint,
@@ -30,12 +31,7 @@ from longspec_jax.decoding.constrained import (
     reason_of,
 )
 from longspec_jax.decoding.launches import Faults, LaunchQueue, most_rounds
-from longspec_jax.decoding.logprobs import (
-    TokenLogprob,
-    check_alternatives,
-    first_logprobs,
-    unpacked_logprobs,
-)
+from longspec_jax.decoding.logprobs import check_alternatives, first_logprobs
 from longspec_jax.decoding.policy import FastestWithinBudget
 from longspec_jax.decoding.prefixes import PrefixCache
 from longspec_jax.decoding.prompts import Plan, Prefill, Prompts, Waiting
@@ -59,8 +55,7 @@ class Engine:
         self,
         runner: ModelRunner,
         *,
-        chunk: int,
-        short_chunks: Sequence[int] = (),
+        chunks: Sequence[int],
         prefills: int = 1,
         prefixes: bool = False,
         host_bytes: int = 0,
@@ -73,9 +68,8 @@ class Engine:
 
         Args:
           runner: its models, and the sizes of its rows.
-          chunk: tokens of a prefill step.
-          short_chunks: smaller steps, ascending, for prompts that are prefilled alone: each takes
-            the smallest that holds it, and ``chunk`` if none does.
+          chunks: tokens of a prefill step, ascending: a prompt takes the smallest that holds it,
+            and the last one if none does. Of prompts that are prefilled together there is one.
           prefills: requests whose prompts may be under way at once; each takes a row of its own
             beside the slots. The one with the fewest chunks left goes first.
           prefixes: whether a prompt begins with a copy of the chunks that a slot holds already.
@@ -100,7 +94,7 @@ class Engine:
         """What slots and the host's memory hold of earlier prompts; None if none is reused."""
         if prefixes:
             self.prefixes = PrefixCache(runner, host_bytes)
-        self.prompts = Prompts(runner, chunk, short_chunks, most=prefills, reuse=self.prefixes)
+        self.prompts = Prompts(runner, chunks, most=prefills, reuse=self.prefixes)
         """Requests that have no slot yet."""
         self._slots = Slots(runner.slots, self.prefixes)
         self._rows: Rows | None = None
@@ -112,14 +106,17 @@ class Engine:
         candidates = len(runner.drafters)
         if policy is None and candidates > 1:
             policy = FastestWithinBudget.over(candidates)
-        self._choices = Chooser([policy] if policy else [], candidates)
-        self._launches, self._faults = LaunchQueue(clock), Faults(clock, forgiven=readmits)
+        self._choices = None if policy is None else Chooser([policy], candidates)
+        self._launches = LaunchQueue(clock)
+        self._faults = Faults(clock) if readmits else None
         self.launch_sizes: tuple[int, ...] = (runner.slots,)
         """Rows of a launch of rounds, ascending: the least that holds the live ones are taken."""
         self.round_seconds = math.nan
         """Of the last launch, or as they are known from an earlier run; NaN before."""
 
         # What was read of them.
+        self.totals = [Measurement()] * candidates
+        """What every candidate has done."""
         self._outputs: list[StepOutput] = []
         self._failure: BaseException | None = None
         self._unraised: BaseException | None = None
@@ -131,36 +128,31 @@ class Engine:
         self.preemptions = 0
 
     @property
-    def totals(self) -> tuple[Measurement, ...]:
-        """What every candidate has done, as far as it was read."""
-        return self._choices.totals
-
-    @property
     def rows(self) -> Rows:
         """The rows behind the last launch; donated by the next one."""
         if self._rows is None:
             self._rows = self.runner.vacant()
         return self._rows
 
-    @property
+    @cached_property
     def draft_bytes(self) -> int:
-        """Bytes of the state of the drafters in all rows."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.rows.draft))
+        """Bytes of the state of the drafters in all rows, which no round changes."""
+        return sum(map(attrgetter("nbytes"), jax.tree.leaves(self.rows.draft)))
 
     @property
     def live(self) -> tuple[int, ...]:
         """The requests that hold a slot."""
-        return self._slots.live
+        return tuple(self._slots.active)
 
     @property
     def busy(self) -> bool:
         """Whether there is something to step."""
-        return bool(self._slots.active or self.prompts)
+        return bool(self._slots.active or self.prompts.queue or self.prompts.under_way)
 
     @property
     def prefilling(self) -> bool:
         """Whether a prompt waits or is under way, or a launch was not read."""
-        return bool(self.prompts or self._launches)
+        return bool(self.prompts.queue or self.prompts.under_way or self._launches.unread)
 
     @property
     def status(self) -> EngineStatus:
@@ -169,14 +161,14 @@ class Engine:
         return EngineStatus(
             running=len(self.live),
             waiting=len(self.prompts.queue),
-            prefilling=sum(len(prefill.ids) for prefill in self.prompts.under_way),
+            prefilling=sum(len(prefill.waiting) for prefill in self.prompts.under_way),
             tokens=sum(active.length for active in self._slots.active.values()),
             capacity=self.runner.slots * self.runner.capacity,
             prefix_queries=0 if known is None else known.queried,
             prefix_hits=0 if known is None else known.found,
             host_bytes=0 if known is None else known.host.bytes,
             preemptions=self.preemptions,
-            recoveries=self._faults.count,
+            recoveries=0 if self._faults is None else self._faults.count,
         )
 
     def choose_by(self, policies: Sequence[Policy]) -> None:
@@ -224,8 +216,7 @@ class Engine:
                 "retrieve_verify=partial"
             )
         longest = len(tokens) + int(request.max_new_tokens[0])
-        sizes = runner.capacity, runner.slack
-        self.prompts.check_fits(len(tokens), longest, *sizes, self._readmits)
+        self.prompts.check_fits(len(tokens), longest, self._readmits)
         shown, of_prompt = request.logprobs, request.prompt_logprobs
         if shown is not None or of_prompt is not None:
             check_alternatives(runner.contents.logprobs, shown, of_prompt)
@@ -263,7 +254,7 @@ class Engine:
             self.prefixes.forget()
         self.preemptions = self.prefilled = 0
         self.seconds_of_prefill = 0.0
-        self._choices.forget()
+        self.totals = [Measurement()] * len(self.totals)
 
     def begin_at(self, length: Array | np.ndarray, remaining: Array | np.ndarray) -> None:
         """Have the rows be of these lengths and budgets, whatever they hold: to try rounds out.
@@ -296,7 +287,8 @@ class Engine:
         constraints: Mapping[int, Guarded] = FREE,
     ) -> Array:
         """Launch rounds of these slots of an idle engine; their report, which nobody has read."""
-        self._rows, report = self._launch(choice, kind, slots, constraints)
+        launch = self.runner.launch
+        self._rows, report = launch(self.rows, choice, kind, slots, constraints)
         return report
 
     def vacate(self, slot: int) -> None:
@@ -316,8 +308,7 @@ class Engine:
         runner = replace(self.runner, drafters=tuple(drafters), params=params)
         other = Engine(
             runner,
-            chunk=self.prompts.chunk,
-            short_chunks=self.prompts.short_chunks,
+            chunks=self.prompts.chunks,
             ahead=runner.streams or len(drafters) == 1,
             clock=self.clock,
         )
@@ -374,7 +365,7 @@ class Engine:
             self._step(self.clock(), decode)
         except BaseException as error:
             # The rows were donated to a launch that failed.
-            if self._faults.forgive(error):
+            if self._faults is not None and self._faults.forgive(error):
                 self._begin_again()
             else:
                 self._failure = error
@@ -399,15 +390,16 @@ class Engine:
             self.prompts.add(one)
 
     def _step(self, begun: float, decode: bool) -> None:
-        before = len(self._launches)
-        if self.prompts:
+        unread = self._launches.unread
+        before = len(unread)
+        if self.prompts.queue or self.prompts.under_way:
             self._advance_prompts(begun)
         if decode:
             self._launch_rounds(begun)
-        queued = int(self.ahead and len(self._launches) > before)
+        queued = int(self.ahead and len(unread) > before)
         # A prompt's chunk and its first token may have been launched beside the rounds.
         most = queued + 2 if self.ahead else 0
-        while len(self._launches) > (most if self._outputs else queued):
+        while len(unread) > (most if self._outputs else queued):
             self._launches.land()
 
     def _advance_prompts(self, begun: float) -> None:
@@ -455,7 +447,7 @@ class Engine:
 
     def _preempt(self, id: int) -> None:
         """Have a request wait again, behind all that it has emitted."""
-        while self._launches:
+        while self._launches.unread:
             self._launches.land()
         if id in self._slots.active:  # Else it has just ended.
             again = self._slots.active[id].again()
@@ -478,22 +470,16 @@ class Engine:
         most = self.runner.contents.logprobs
         if most is not None and prefill.asks_logprobs:
             first = first_logprobs(first, prefill.logits, most)
-        for id in self._cancelled & set(prefill.ids):
-            self._cancelled.discard(id)
-            self._release(id)
-
-        def first_of(first: np.ndarray, row: int, one: Waiting) -> StepOutput:
-            logprobs: tuple[TokenLogprob, ...] = ()
-            if one.alternatives >= 0:
-                logprobs = unpacked_logprobs(first[row : row + 1, 2:], one.alternatives)
-            found = logprobs, prefill.prompt_logprobs(row)
-            return self._slots.first(one.id, first[row, :1], not first[row, 1], *found)
+        for one in prefill.waiting:
+            if one.id in self._cancelled:
+                self._cancelled.discard(one.id)
+                self._release(one.id)
 
         def read(first: np.ndarray, seconds: float) -> None:
             self.seconds_of_prefill += seconds
             for row, one in enumerate(prefill.waiting):
                 if one.id in self._slots.active:
-                    self._report(one.id, partial(first_of, first, row, one))
+                    self._report(one.id, partial(self._slots.first, first, prefill, row))
 
         self._launches.add(begun, first, read, tuple(self._slots.held))
 
@@ -501,38 +487,44 @@ class Engine:
         constraints = self._slots.constraints
         if constraints:
             # What may follow depends on all that was emitted.
-            while self._launches:
+            while self._launches.unread:
                 self._launches.land()
-            constraints = self._slots.constraints
         runner, held, under_way = self.runner, tuple(self._slots.held), self._launches.rounds
         live = dict(self._slots.active)
-        # Each round that is under way emits a token at least.
-        if not any(active.left > under_way[id] for id, active in live.items()):
+        kind, named, watch, goes_on = SamplingKind.GREEDY, list[int](), None, False
+        for id, active in live.items():
+            # Each round that is under way emits a token at least.
+            goes_on = goes_on or active.left > under_way[id]
+            kind = max(kind, active.waiting.request.sampling.kind)
+            if (candidate := active.waiting.candidate) is not None:
+                named.append(candidate)
+        if not goes_on:
             return
         most = 1
         if not runner.streams:
             most = most_rounds(len(runner.drafters), self.round_seconds)
-        kind, named, watch = SamplingKind.GREEDY, list[int](), None
-        for active in live.values():
-            kind = max(kind, active.waiting.request.sampling.kind)
-            if (candidate := active.waiting.candidate) is not None:
-                named.append(candidate)
         if named:
             choice = Choice(max(named), most)
+        elif self._choices is None:
+            choice = Choice(0, most)
         else:
             choice, watch = self._choices.next(self._launches.choices, most, len(live))
         if constraints:
             choice, kind = choice._replace(rounds=1), SamplingKind.ANY
         slots = self._slots.of_launch(self.launch_sizes)
-        self._rows, packed = self._launch(choice, kind, slots, constraints, watch)
+        launch = runner.launch
+        self._rows, packed = launch(self.rows, choice, kind, slots, constraints, watch)
         tree, contents = runner.drafters[choice.candidate].tree, runner.reported[kind]
 
         def read(packed: np.ndarray, seconds: float) -> None:
             report = Report.of(packed, tree, contents)
             rounds = len(report.count)
             row_rounds, tokens = int(np.count_nonzero(report.count)), int(report.count.sum())
-            seen = Measurement(rounds, row_rounds, tokens, seconds, report.shown)
-            self._choices.record(choice.candidate, seen, len(live))
+            done = Measurement(rounds, row_rounds, tokens, seconds)
+            self.totals[choice.candidate] += done
+            if self._choices is not None:
+                seen = replace(done, shown=report.shown)
+                self._choices.record(choice.candidate, seen, len(live))
             if rounds:
                 self.round_seconds = seconds / rounds
             for place, slot in enumerate(slots):
@@ -551,13 +543,3 @@ class Engine:
         self._outputs.append(output)
         if output.finish is not None and id in self._slots.active:  # It goes on on the device.
             self._release(id)
-
-    def _launch(
-        self,
-        choice: Choice,
-        kind: SamplingKind,
-        slots: Sequence[int],
-        constraints: Mapping[int, Guarded] = FREE,
-        watch: Watch | None = None,
-    ) -> tuple[Rows, Array]:
-        return self.runner.launch(self.rows, choice, kind, slots, constraints, watch)

@@ -91,23 +91,20 @@ class LaunchQueue:
           clock: seconds; the thread that waits asks it, too.
         """
         self._clock, self._last_arrival = clock, -math.inf
-        self._launches: deque[Launch] = deque()
+        self.unread: deque[Launch] = deque()
+        """The launches that were not read, the oldest first."""
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="launch-reader")
-
-    def __len__(self) -> int:
-        """How many launches were not read."""
-        return len(self._launches)
 
     @property
     def choices(self) -> list[Choice]:
         """The launches of rounds."""
-        return [launch.choice for launch in self._launches if launch.choice is not None]
+        return [launch.choice for launch in self.unread if launch.choice is not None]
 
     @property
     def rounds(self) -> Counter[int | None]:
         """How many rounds are under way, by the request that takes part in them."""
         found: Counter[int | None] = Counter()
-        for launch in self._launches:
+        for launch in self.unread:
             if launch.choice is not None:
                 found.update(dict.fromkeys(launch.held, launch.choice.rounds))
         return found
@@ -138,11 +135,11 @@ class LaunchQueue:
             landed = np.asarray(output) if fetched else None
             return landed, self._clock()
 
-        self._launches.append(Launch(begun, self._reader.submit(land), read, choice, held))
+        self.unread.append(Launch(begun, self._reader.submit(land), read, choice, held))
 
     def land(self) -> None:
         """Wait for the oldest launch, and take in what it did."""
-        launch = self._launches.popleft()
+        launch = self.unread.popleft()
         output, arrived = launch.landing.result()
         seconds = arrived - max(launch.begun, self._last_arrival)
         self._last_arrival = arrived
@@ -151,22 +148,18 @@ class LaunchQueue:
     def close(self) -> None:
         """Forget all launches, and wait for none."""
         self._reader.shutdown(wait=False, cancel_futures=True)
-        self._launches.clear()
+        self.unread.clear()
 
 
 class Faults:
-    """The faults of an engine so far."""
+    """The faults so far of an engine that may go on behind one."""
 
-    def __init__(self, clock: Callable[[], float], *, forgiven: bool) -> None:
-        """Begin without any.
-
-        Args:
-          forgiven: whether the engine may go on at all.
-        """
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """Begin without any."""
         self.count = 0
         """Faults behind which the engine went on."""
         self.clock = clock
-        self._forgiven, self._last = forgiven, -math.inf
+        self._last = -math.inf
 
     def forgive(self, error: BaseException) -> bool:
         """Whether to go on; then the fault is logged, and its frames hold no arrays any more.
@@ -174,8 +167,7 @@ class Faults:
         Not after an interruption, nor if the last fault is less than a minute ago.
         """
         now = self.clock()
-        again = self._forgiven and now - self._last >= FAULTS_APART
-        if not (again and isinstance(error, Exception)):
+        if now - self._last < FAULTS_APART or not isinstance(error, Exception):
             return False
         self._last = now
         self.count += 1

@@ -65,7 +65,8 @@ class Recent:
             if (note := _NOTE.get()) is not None:
                 note.add(key)
             entry = self._entries[key]
-            self._trim()
+            if len(self._entries) > self._most:
+                self._trim()
         return entry
 
     def values(self) -> list[Any]:
@@ -86,15 +87,18 @@ class Recent:
     def keeps(self, keys: Set[Hashable]) -> bool:
         """Whether all of these entries are there and whole."""
         with self._lock:
-            return keys == self._present(keys)
+            return all(self._keeps(key) for key in keys)
 
     def renew(self, keys: Set[Hashable]) -> bool:
         """As :meth:`keeps`; those that are there are now the most recently used."""
         with self._lock:
-            present = self._present(keys)
-            for key in present:
-                self._entries.move_to_end(key)
-        return keys == present
+            lost = False
+            for key in keys:
+                if self._keeps(key):
+                    self._entries.move_to_end(key)
+                else:
+                    lost = True
+        return not lost
 
     def pin(self, keys: Set[Hashable]) -> None:
         """Keep these entries beside the bounded number of others, until as many unpins."""
@@ -119,14 +123,13 @@ class Recent:
         finally:
             self._most = before
 
-    def _present(self, keys: Set[Hashable]) -> set[Hashable]:
-        return {key for key in keys if key in self._entries and self._whole(self._entries[key])}
+    def _keeps(self, key: Hashable) -> bool:
+        return key in self._entries and self._whole(self._entries[key])
 
     def _trim(self) -> None:
-        if len(self._entries) > self._most:
-            loose = [key for key in self._entries if key not in self._pins]
-            for key in loose[: max(0, len(loose) - self._most)]:
-                del self._entries[key]
+        loose = [key for key in self._entries if key not in self._pins]
+        for key in loose[: max(0, len(loose) - self._most)]:
+            del self._entries[key]
 
 
 def _compiled(entry: tuple[Any, Any]) -> bool:

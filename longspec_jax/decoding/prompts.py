@@ -7,6 +7,7 @@ keyed by position, so its text goes on as if nothing had happened.
 
 import bisect
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -54,52 +55,28 @@ class Waiting(NamedTuple):
         return self.priority, self.id
 
 
+@dataclass(eq=False, repr=False)
 class Prefill:
     """Requests whose prompts are run as one batch, chunk by chunk."""
 
-    def __init__(
-        self,
-        waiting: Sequence[Waiting],
-        chunks: Generator[ChunkLaunch, None, Rows],
-        chunk: int,
-        count: int,
-        cached: int = 0,
-    ) -> None:
-        """Launch nothing yet.
-
-        Args:
-          chunks: launches a chunk at every step, and returns the rows.
-          cached: tokens of a single prompt that are known.
-        """
-        self.ids = tuple(one.id for one in waiting)
-        self.waiting, self.chunk = waiting, chunk
-        self.priority = min(one.priority for one in waiting)
-        """The best of its requests'."""
-        self.left = count
-        """Chunks to launch."""
-        self.cached = cached
-        """Tokens that are not prefilled."""
-        self.read = cached
-        """Tokens of the longest prompt that are known to have run."""
-        self.rows: Rows | None = None
-        """The prefilled rows, once all chunks are launched."""
-        self.logits: Array | None = None
-        """``[B, V]`` behind the last tokens of the prompts."""
-        self.logprobs: list[np.ndarray] = []
-        """``[B, C, m]`` of every chunk that was read, packed; empty if none were asked for."""
-        self._chunks = chunks
-
-    def launch(self) -> ChunkLaunch:
-        """Launch the next chunk; behind the last one there are :attr:`rows`."""
-        launched = next(self._chunks)
-        self.logits = launched.logits
-        self.left -= 1
-        if not self.left:
-            try:
-                next(self._chunks)
-            except StopIteration as end:
-                self.rows = end.value
-        return launched
+    waiting: Sequence[Waiting]
+    """In the order of the queue, the best one first."""
+    chunks: Generator[ChunkLaunch, None, Rows]
+    """Launches a chunk at every step, and returns the rows."""
+    chunk: int
+    """Tokens of a chunk."""
+    left: int
+    """Chunks to launch; behind the last one it waits for a slot."""
+    cached: int = 0
+    """Tokens of a single prompt that are known, and not prefilled."""
+    read: int = 0
+    """Tokens of the longest prompt that are known to have run, or were known before."""
+    rows: Rows | None = None
+    """The prefilled rows, once all chunks are launched."""
+    logits: Array | None = None
+    """``[B, V]`` behind the last tokens of the prompts."""
+    logprobs: list[np.ndarray] = field(default_factory=list)
+    """``[B, C, m]`` of every chunk that was read, packed; empty if none were asked for."""
 
     def prompt_logprobs(self, row: int) -> PromptLogprobs | None:
         """Those of the prompt's tokens, the first one None; None if they were not asked for."""
@@ -110,43 +87,19 @@ class Prefill:
         return PromptLogprobs(found, len(one.tokens) - 1, one.prompt_alternatives)
 
     @property
+    def priority(self) -> int:
+        """The best of its requests'."""
+        return self.waiting[0].priority
+
+    @property
+    def ids(self) -> list[int]:
+        """The numbers of its requests."""
+        return [one.id for one in self.waiting]
+
+    @property
     def asks_logprobs(self) -> bool:
         """Whether log-probabilities of emitted tokens are to be reported."""
         return any(one.alternatives >= 0 for one in self.waiting)
-
-
-class Queued(NamedTuple):
-    """A request that waits."""
-
-    priority: int = 0
-    held_back: bool = False
-    """Whether a prompt under way shares its first chunks, so that it had better wait for these."""
-
-
-class Prompt(NamedTuple):
-    """A prefill under way."""
-
-    left: int | None
-    """Chunks left; None if it waits for a slot."""
-    priority: int = 0
-
-
-class Snapshot(NamedTuple):
-    """What an engine holds at the beginning of a step."""
-
-    queued: Sequence[Queued]
-    """Requests that wait, in the order in which they are admitted."""
-    prefilling: Sequence[Prompt]
-    """Prefills under way, in the order in which they began."""
-    free: int
-    """Vacant slots."""
-    slots: int
-    together: bool
-    """Whether requests are prefilled as one batch that takes all slots."""
-    most_prefills: int
-    """Prefills that may be under way at once."""
-    live: Sequence[int] = ()
-    """Priorities of the requests that hold a slot and may lose it, the one that came last last."""
 
 
 class Plan(NamedTuple):
@@ -164,51 +117,13 @@ class Plan(NamedTuple):
     """The live request that loses its slot to a better one, and goes back to the queue."""
 
 
-def plan(now: Snapshot) -> Plan:
-    """The next step, as a pure function of what the engine holds: no arrays, no clock.
-
-    A lower priority goes first, and of equal ones the request that came first. A prompt is
-    prefilled ahead of a free slot. Of several prompts of the best priority the one with the fewest
-    chunks left goes on, so that a long one does not hold up a short one.
-    """
-    size = now.slots if now.together else 1
-    eligible = [index for index, one in enumerate(now.queued) if not one.held_back]
-    full = len(now.prefilling) >= now.most_prefills
-    may_admit = len(eligible) >= size and not full
-    left, ready, preempt = [], [], None
-    for index, one in enumerate(now.prefilling):
-        if one.left is None:
-            ready.append((one.priority, index))
-        else:
-            left.append((one.priority, one.left, index))
-    best = min(ready, default=None)
-    if best and now.live and not now.free:
-        worst, youngest = max((priority, index) for index, priority in enumerate(now.live))
-        preempt = youngest if best[0] < worst else None
-    return Plan(
-        admit=tuple(eligible[:size]) if may_admit else (),
-        chunk=min(left)[2] if left else None,
-        place=best[1] if best and now.free >= size else None,
-        postpone=_to_postpone(now, eligible) if full and not now.together else None,
-        preempt=preempt,
-    )
-
-
-def _to_postpone(now: Snapshot, eligible: Sequence[int]) -> int | None:
-    """The prefill of the worst priority that began last, if a better request waits."""
-    priority, index = max((one.priority, index) for index, one in enumerate(now.prefilling))
-    better = bool(eligible) and now.queued[eligible[0]].priority < priority
-    return index if better else None
-
-
 class Prompts:
     """The queue of requests, and the prefills under way."""
 
     def __init__(
         self,
         runner: ModelRunner,
-        chunk: int,
-        short_chunks: Sequence[int],
+        chunks: Sequence[int],
         *,
         most: int,
         reuse: PrefixCache | None,
@@ -216,47 +131,35 @@ class Prompts:
         """Begin empty; arguments as of :class:`longspec_jax.decoding.engine.Engine`.
 
         Args:
-          chunk: tokens of a chunk of a long prompt.
-          short_chunks: of the chunks of shorter ones.
+          chunks: tokens of a chunk, ascending.
           most: prefills that may be under way at once.
           reuse: where chunks of earlier prompts are found; None to run them all.
         """
-        self.chunk, self.short_chunks = chunk, tuple(short_chunks)
+        self.chunks = tuple(chunks)
         self.queue: list[Waiting] = []
         """In the order in which they are admitted."""
         self.under_way: list[Prefill] = []
         """In the order in which they began."""
         self._runner, self._most, self._reuse = runner, most, reuse
 
-    def __bool__(self) -> bool:
-        """Whether there is any."""
-        return bool(self.queue or self.under_way)
-
     @property
     def all(self) -> list[Waiting]:
         """Every request, the queued ones first."""
         return self.queue + [one for prefill in self.under_way for one in prefill.waiting]
 
-    def chunk_of(self, prompt: int) -> int:
-        """Tokens of the chunks of a prompt of this length, prefilled alone."""
-        return chunk_of(prompt, (*self.short_chunks, self.chunk))
-
-    def check_fits(
-        self, prompt: int, longest: int, capacity: int, slack: int, readmits: bool
-    ) -> None:
+    def check_fits(self, prompt: int, longest: int, readmits: bool) -> None:
         """Refuse a request that a row cannot hold.
 
         Args:
           longest: tokens of its prompt and of all that it may emit.
-          slack: cache slots that a round needs beyond them.
           readmits: whether it may be prefilled again with all but one of them.
 
         Raises:
           ValueError: says how many slots it takes.
         """
         most = max(longest - 1, prompt) if readmits else prompt
-        needed = longest + slack
-        for chunk in {self.chunk_of(prompt), self.chunk_of(most)}:
+        needed, capacity = longest + self._runner.slack, self._runner.capacity
+        for chunk in {chunk_of(prompt, self.chunks), chunk_of(most, self.chunks)}:
             needed = max(needed, -(-most // chunk) * chunk)
         if needed > capacity:
             raise ValueError(
@@ -266,13 +169,12 @@ class Prompts:
 
     def take_chunks_of(self, chunk: int) -> None:
         """Prefill in chunks of another size from now on; shorter prompts keep their own."""
-        self.chunk = chunk
-        self.short_chunks = tuple(size for size in self.short_chunks if size < chunk)
+        self.chunks = *(size for size in self.chunks[:-1] if size < chunk), chunk
 
     def add(self, waiting: Waiting) -> None:
         """Queue a request."""
         if self._reuse:
-            chunk = self.chunk_of(len(waiting.tokens))
+            chunk = chunk_of(len(waiting.tokens), self.chunks)
             names = chunk_names(waiting.tokens, chunk, waiting.cache_salt)
             waiting = waiting._replace(names=names)
         bisect.insort(self.queue, waiting, key=Waiting.rank)
@@ -284,7 +186,8 @@ class Prompts:
           Whether it goes on all the same, because others are prefilled together with it.
         """
         self.queue = [one for one in self.queue if one.id != id]
-        self.under_way = [one for one in self.under_way if one.ids != (id,)]
+        alone = [id]
+        self.under_way = [one for one in self.under_way if one.ids != alone]
         return any(id in one.ids for one in self.under_way)
 
     def postpone(self, index: int) -> None:
@@ -297,26 +200,42 @@ class Prompts:
         self.under_way.clear()
 
     def plan(self, free: int, live: Sequence[int]) -> Plan:
-        """What a step does next.
+        """What a step does next; nothing changes by it.
+
+        A lower priority goes first, and of equal ones the request that came first. A prompt is
+        prefilled ahead of a free slot. Of several prompts of the best priority the one with the
+        fewest chunks left goes on, so that a long one does not hold up a short one.
 
         Args:
-          live: priorities of the requests that may lose their slot, the youngest last.
+          free: vacant slots.
+          live: priorities of the requests that hold a slot and may lose it, the one that came last
+            last.
         """
-        if not self:
-            return Plan()
-        seen = self.queue[: max(self._runner.slots, LOOKAHEAD)]
-        return plan(
-            Snapshot(
-                queued=[Queued(one.priority, self._is_held_back(one)) for one in seen],
-                prefilling=[
-                    Prompt(None if one.rows else one.left, one.priority) for one in self.under_way
-                ],
-                free=free,
-                slots=self._runner.slots,
-                together=self._runner.together,
-                most_prefills=self._most,
-                live=live,
-            )
+        slots, together = self._runner.slots, self._runner.together
+        size, full = slots if together else 1, len(self.under_way) >= self._most
+        seen = self.queue[: max(slots, LOOKAHEAD)]
+        eligible = [index for index, one in enumerate(seen) if not self._is_held_back(one)]
+        may_admit = len(eligible) >= size and not full
+        left, ready, preempt, postpone = [], [], None, None
+        for index, one in enumerate(self.under_way):
+            if one.left:
+                left.append((one.priority, one.left, index))
+            else:
+                ready.append((one.priority, index))
+        best = min(ready, default=None)
+        if best and live and not free:
+            worst, youngest = max((priority, index) for index, priority in enumerate(live))
+            preempt = youngest if best[0] < worst else None
+        if full and eligible and not together:
+            # The prefill of the worst priority that began last, if a better request waits.
+            worst, last = max((one.priority, index) for index, one in enumerate(self.under_way))
+            postpone = last if self.queue[eligible[0]].priority < worst else None
+        return Plan(
+            admit=tuple(eligible[:size]) if may_admit else (),
+            chunk=min(left)[2] if left else None,
+            place=best[1] if best and free >= size else None,
+            postpone=postpone,
+            preempt=preempt,
         )
 
     def admit(self, indices: Sequence[int], rows: Rows | None) -> None:
@@ -326,21 +245,25 @@ class Prompts:
           rows: of the slots, where chunks may be found; None before the first prompt.
         """
         runner, waiting = self._runner, [self.queue[index] for index in indices]
-        lengths, scored = [len(one.tokens) for one in waiting], False
+        lengths, scored, constrained = [len(one.tokens) for one in waiting], False, False
         tokens = np.zeros((len(waiting), longest := max(lengths)), np.int32)
         emitted = np.zeros(len(waiting), np.int32)
         for row, one in enumerate(waiting):
             tokens[row, : lengths[row]] = one.tokens
             emitted[row] = one.emitted
             scored = scored or one.prompt_alternatives >= 0
-        chunk = self.chunk if runner.together else self.chunk_of(longest)
-        known = NONE_KNOWN
+            constrained = constrained or one.constraint is not None
+        chunk = chunk_of(longest, self.chunks)
+        known, skipped, allowed = NONE_KNOWN, 0, None
         if self._reuse and not scored:
             known = self._reuse.take(self._reusable(waiting[0]), longest, chunk, rows)
-        allowed, constraints = None, [one.constraint for one in waiting]
-        if any(constraints):
+            skipped = max(0, known.total - run_again(runner.drafter.needs, chunk)) * chunk
+        if constrained:
+            constraints = [one.constraint for one in waiting]
             allowed = first_tokens(constraints, runner.target.vocab_size)
-        requests = [one.request for one in waiting]
+        request = waiting[0].request
+        if len(waiting) > 1:
+            request = stack([one.request for one in waiting])
         # The tree, which tells the candidates apart, does not matter to a prompt.
         chunks = prefill_chunks(
             runner.target,
@@ -348,7 +271,7 @@ class Prompts:
             runner.params,
             tokens,
             np.asarray(lengths, np.int32),
-            requests[0] if len(requests) == 1 else stack(requests),
+            request,
             shardings=runner.shardings if runner.together else runner.row_shardings,
             capacity=runner.capacity,
             chunk=chunk,
@@ -358,14 +281,20 @@ class Prompts:
             allowed=allowed,
         )
         count = -(-longest // chunk) - known.copied
-        skipped = max(0, known.total - run_again(runner.drafter.needs, chunk)) * chunk
-        self.under_way.append(Prefill(waiting, chunks, chunk, count, skipped))
+        self.under_way.append(Prefill(waiting, chunks, chunk, count, skipped, skipped))
         for index in sorted(indices, reverse=True):
             del self.queue[index]
 
     def launch(self, prefill: Prefill) -> ChunkLaunch:
-        """Launch the next chunk of a prefill under way."""
-        launched = prefill.launch()
+        """Launch the next chunk of a prefill under way; behind the last one there are its rows."""
+        launched = next(prefill.chunks)
+        prefill.logits = launched.logits
+        prefill.left -= 1
+        if not prefill.left:
+            try:
+                next(prefill.chunks)
+            except StopIteration as end:
+                prefill.rows = end.value
         if self._reuse:
             self._reuse.keep(prefill.waiting[0].names, prefill.chunk, launched)
         return launched
@@ -386,4 +315,4 @@ class Prompts:
         """The chunks of this prompt that need not run if a slot has them."""
         assert self._reuse is not None
         length = len(one.tokens)
-        return self._reuse.reusable(one.names, length, self.chunk_of(length))
+        return self._reuse.reusable(one.names, length, chunk_of(length, self.chunks))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from longspec_jax.decoding.constrained import Guarded
-from longspec_jax.decoding.logprobs import TokenLogprob
+from longspec_jax.decoding.logprobs import TokenLogprob, unpacked_logprobs
 from longspec_jax.decoding.prefixes import Names, PrefixCache
 from longspec_jax.decoding.prompts import Prefill, Waiting
 from longspec_jax.decoding.report import Report, RoundTree
@@ -146,32 +146,20 @@ class Slots:
         """The request in every slot."""
         self.active: dict[int, Active] = {}
         """The requests in slots, by their numbers."""
+        self.constraints: dict[int, Guarded] = {}
+        """What the requests of some slots may emit, by slot."""
         self._prefixes, self._next = prefixes, 0
         """Where the search for a vacant slot begins: the first requests take the slots in order."""
 
     @property
-    def live(self) -> tuple[int, ...]:
-        """The requests that hold a slot."""
-        return tuple(self.active)
-
-    @property
     def by_age(self) -> list[int]:
         """The requests that hold a slot, the one that came last last."""
-        return sorted(self.live)
+        return sorted(self.active)
 
     @property
     def priorities(self) -> list[int]:
         """Priorities of the requests, in the order of ``by_age``."""
         return [self.active[id].waiting.priority for id in self.by_age]
-
-    @property
-    def constraints(self) -> dict[int, Guarded]:
-        """What the requests of some slots may emit, by slot."""
-        return {
-            self.held.index(id): active.waiting.constraint
-            for id, active in self.active.items()
-            if active.waiting.constraint is not None
-        }
 
     def of_launch(self, sizes: Sequence[int]) -> list[int]:
         """The slots of a launch: the live ones, and vacant ones up to the least size that fits.
@@ -204,12 +192,15 @@ class Slots:
             self.held[index] = one.id
             left = int(one.request.max_new_tokens[0]) - 1
             self.active[one.id] = Active(one, left, 0 if one.emitted else prefill.cached)
+            if one.constraint is not None:
+                self.constraints[index] = one.constraint
 
     def vacate(self, slot: int) -> None:
         """Take a slot from its request, if one holds it; its prompt's chunks stay."""
         if (id := self.held[slot]) is not None:
             del self.active[id]
         self.held[slot] = None
+        self.constraints.pop(slot, None)
 
     def clear(self) -> None:
         """Take all slots from their requests."""
@@ -218,32 +209,35 @@ class Slots:
 
     def copy_of(self, other: "Slots") -> None:
         """Hold what another engine's slots do, of which there are as many."""
-        self.held = list(other.held)
+        self.held, self.constraints = list(other.held), dict(other.constraints)
         self.active = {
             id: replace(active, tokens=list(active.tokens)) for id, active in other.active.items()
         }
 
-    def first(
-        self,
-        id: int,
-        token: np.ndarray,
-        ended: bool,
-        logprobs: tuple[TokenLogprob, ...] = (),
-        prompt_logprobs: Sequence[TokenLogprob | None] | None = None,
-    ) -> StepOutput:
-        """Take in the first token of a request, ``[1]``."""
+    def first(self, first: np.ndarray, prefill: Prefill, row: int) -> StepOutput:
+        """Take in the first token of a request of a prefill.
+
+        Args:
+          first: ``[B, 2 + m]`` of every row its token, how many may follow, and packed
+            log-probabilities if one asks for them.
+          row: of the request.
+        """
+        one = prefill.waiting[row]
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if one.alternatives >= 0:
+            logprobs = unpacked_logprobs(first[row : row + 1, 2:], one.alternatives)
         return self._take(
             StepOutput(
-                id,
-                tuple(token.tolist()),
+                one.id,
+                (int(first[row, 0]),),
                 (False,),
                 (),
                 sources=(0,),
-                cached_tokens=self.active[id].cached,
+                cached_tokens=self.active[one.id].cached,
                 logprobs=logprobs,
-                prompt_logprobs=prompt_logprobs,
+                prompt_logprobs=prefill.prompt_logprobs(row),
             ),
-            ended,
+            not first[row, 1],
         )
 
     def rounds(self, report: Report, row: int, id: int) -> StepOutput:

@@ -145,7 +145,7 @@ def rehearse_requests(
       constrained: whether requests may have a constraint.
     """
     prompts = engine.prompts
-    chunks = *prompts.short_chunks, prompts.chunk
+    chunks = prompts.chunks
     if engine.runner.target.mesh is None:
         asked = {None, engine.runner.contents.logprobs}
         compile_side_by_side(
@@ -169,7 +169,7 @@ def rehearse_requests(
         for request in (requests[0], requests[-1]):
             pass_through(min(chunk, most), request)
     # The second one copies the first one's chunk out of its slot, and the third one moves it there.
-    twice = min(prompts.chunk + 1, most)
+    twice = min(chunks[-1] + 1, most)
     pass_through(twice, requests[0])
     pass_through(twice, requests[0])
     if engine.prefixes is not None:

@@ -338,6 +338,11 @@ class Drafter:
     """Whether it proposes what text holds already, and has no model."""
 
     @cached_property
+    def label(self) -> str:
+        """Its name; that of plain decoding where its tree has no levels."""
+        return self.name if self.tree.num_levels else "plain"
+
+    @cached_property
     def sources(self) -> tuple[str, ...]:
         """Names of those that propose, in the order of the bits of :attr:`Tree.sources`."""
         return (self.name,)

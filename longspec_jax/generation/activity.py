@@ -5,48 +5,11 @@ reported again as it advances.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from longspec_jax.config.tree import TreeConfig
-from longspec_jax.decoding.chooser import Measurement
-
-
-@dataclass(frozen=True)
-class TreeTiming:
-    """What rounds of one drafter with one tree did."""
-
-    drafter: str
-    """Its name."""
-    tree: TreeConfig
-    """Its shape; without levels, plain decoding."""
-    seconds: float
-    """Of one round."""
-    tokens: float
-    """Emitted in one round by a row."""
-    rounds: int = 0
-    """How many rounds the tokens are a mean of."""
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens per second of one row."""
-        return self.tokens / self.seconds
-
-    def corrected(self, seen: Measurement, most: float) -> "TreeTiming":
-        """The timing after more rounds of the same tree.
-
-        Args:
-          seen: what they did.
-          most: earlier rounds that count, at most.
-        """
-        share = seen.rounds / (min(self.rounds, most) + seen.rounds)
-        # Equal means stay as they are: plain rounds emit one token exactly.
-        return replace(
-            self,
-            seconds=self.seconds + share * (seen.seconds / seen.rounds - self.seconds),
-            tokens=self.tokens + share * (seen.tokens / seen.row_rounds - self.tokens),
-            rounds=self.rounds + seen.rounds,
-        )
+from longspec_jax.decoding.chooser import TreeTiming
 
 
 @dataclass(frozen=True)

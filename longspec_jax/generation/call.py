@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,6 +13,9 @@ from jaxtyping import PyTree
 from longspec_jax.config.sampling import MOST_ALTERNATIVES
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.adjustments import AdjustmentOptions
+from longspec_jax.decoding.batch_invariant import is_identical
+from longspec_jax.decoding.chooser import Policy
+from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.programs import processors
 from longspec_jax.decoding.report import Contents
 from longspec_jax.decoding.rows import Request
@@ -47,16 +49,15 @@ class Shape:
 
     capacity: int
     """Cache slots of a row."""
-    chunk: int
-    """Tokens of a prefill step."""
-    short_chunks: tuple[int, ...] = ()
-    """Of prompts that are prefilled alone, ascending."""
+    chunks: tuple[int, ...]
+    """Tokens of a prefill step, ascending; several where prompts are prefilled alone."""
     alone: bool = False
     """Whether every prompt is prefilled alone, in steps that follow from its own length."""
 
-    def chunk_of(self, prompt: int) -> int:
-        """Tokens of a prefill step of a prompt of this length, prefilled alone."""
-        return chunk_of(prompt, (*self.short_chunks, self.chunk))
+    @property
+    def chunk(self) -> int:
+        """Tokens of a prefill step of a long prompt."""
+        return self.chunks[-1]
 
     @classmethod
     def for_call(
@@ -77,16 +78,16 @@ class Shape:
           expected: tokens of the longest row of all calls, prompt and new ones, where it is known.
           alone: whether every prompt is prefilled alone.
         """
-        short: tuple[int, ...] = ()
         if alone:
             sizes = chunk_sizes(chunk)
             chunk = chunk_of(longest, sizes)
-            short = tuple(size for size in sizes if size < chunk)
+            chunks = tuple(size for size in sizes if size <= chunk)
         else:
             chunk = min(chunk, max(SMALLEST_CHUNK, 1 << (longest - 1).bit_length()))
+            chunks = (chunk,)
         slots = max(longest + new_tokens, expected) + slack_slots(levels)
         slots = max(slots, -(-longest // chunk) * chunk)
-        return cls(bucket_capacity(slots), chunk, short, alone)
+        return cls(bucket_capacity(slots), chunks, alone)
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,12 +145,21 @@ class Plan:
         return all(drafter.lossless for drafter in self.drafters)
 
     @cached_property
+    def identical(self) -> bool:
+        """Whether its text is promised to be that of plain decoding."""
+        return is_identical(self.target) and self.lossless
+
+    @cached_property
     def runners(self) -> dict[bool, ModelRunner]:
-        """What its calls were decoded with so far, by whether rounds were followed."""
+        """What its calls were decoded with so far, by whether rounds were followed.
+
+        There a later call finds the programs of rounds.
+        """
         return {}
 
-    def runner(self, streams: bool) -> ModelRunner:
-        """What its rows are decoded with, and where a later call finds the programs of rounds."""
+    def engine(self, streams: bool, policy: Policy | None = None) -> Engine:
+        """An engine for its rows; of a stream, if the run is followed round by round."""
+        streams = streams or self.waits
         if streams not in self.runners:
             self.runners[streams] = ModelRunner(
                 self.target,
@@ -163,7 +173,13 @@ class Plan:
                 adjusted=self.adjusted,
                 contents=self.contents,
             )
-        return self.runners[streams]
+        return Engine(
+            self.runners[streams],
+            chunks=self.shape.chunks,
+            # A run that nobody follows decides on the next tree by the last rounds.
+            ahead=streams or len(self.drafters) == 1,
+            policy=policy,
+        )
 
     @cached_property
     def kind_of_call(self) -> str:
@@ -196,18 +212,14 @@ class Plan:
 
     @property
     def empty_request(self) -> Request:
-        """Options in the shapes and of the kind of the call's; of two tokens a row if it may."""
-        none: Any = np.zeros(self.rows, np.int32)
-        real, stops = none.astype(np.float32), none[:, None].repeat(self.stop_width, 1) - 1
-        sampling = Sampling(
-            real, none, real + 1, none.astype(np.uint32), real - np.inf, kind=self.kind
-        )
-        most = self.contents.logprobs
+        """Options of a row in the shapes and of the kind of the call's; of two tokens if it may."""
+        none: Any = np.zeros(1, np.int32)
+        real, most = none.astype(np.float32), self.contents.logprobs
         return Request(
-            sampling,
-            stops,
+            Sampling(real, none, real + 1, none.astype(np.uint32), real - np.inf, kind=self.kind),
+            none[:, None].repeat(self.stop_width, 1) - 1,
             none + self.new_tokens,
-            adjustments=AdjustmentOptions.none(self.rows) if self.adjusted else None,
+            adjustments=AdjustmentOptions.none(1) if self.adjusted else None,
             logprobs=None if self.kind is not SamplingKind.ANY or most is None else none + most,
             prompt_logprobs=none if self.scored else None,
         )
@@ -222,6 +234,22 @@ class Plan:
         costs = jax.device_put(np.asarray([plain, tree], np.float32))
         return replace(self, params=replace(self.params, costs=costs))
 
+    @cached_property
+    def _narrowed(self) -> dict[tuple[tuple[Drafter, ...], bool], "Plan"]:
+        return {}
+
+    def narrowed(self, drafters: tuple[Drafter, ...], *, weighs: bool) -> "Plan":
+        """The same with these candidates, made once.
+
+        Args:
+          weighs: whether they may leave trees unverified, as of :meth:`weighing`.
+        """
+        if (drafters, weighs) not in self._narrowed:
+            plan = replace(self, drafters=drafters)
+            self._narrowed[drafters, weighs] = plan.weighing() if weighs else plan
+        return self._narrowed[drafters, weighs]
+
+    @cached_property
     def without_draft(self) -> "Plan":
         """The same, decoded plainly."""
         params = Params(self.params.target, None)
@@ -246,10 +274,19 @@ def plan_call(
     slots = rows if models.max_num_seqs is None else min(rows, models.max_num_seqs)
     of_call = tree, rows, adaptive
     if of_call not in models.candidates:
-        models.candidates[of_call] = drafters_for(models, tree, rows, adaptive=adaptive)
-    drafters, draft = models.candidates[of_call]
-    shape = shape_for(models, drafters, longest, most, models.expected_tokens)
-    chunks = tuple(sorted({*map(shape.chunk_of, lengths)})) if shape.alone else (shape.chunk,)
+        drafters, draft = drafters_for(models, tree, rows, adaptive=adaptive)
+        levels = max(drafter.tree.num_levels for drafter in drafters)
+        models.candidates[of_call] = drafters, draft, levels
+    drafters, draft, levels = models.candidates[of_call]
+    shape = Shape.for_call(
+        longest,
+        most,
+        levels,
+        models.prefill_chunk,
+        expected=models.expected_tokens,
+        alone=models.target.batch_invariant,
+    )
+    chunks = tuple(sorted({chunk_of(length, shape.chunks) for length in lengths}))
     scored, adjusted = request.prompt_logprobs is not None, request.adjustments is not None
     reported = scored or request.logprobs is not None
     contents = Contents(MOST_ALTERNATIVES if reported else None, trees=return_trees)
@@ -284,20 +321,6 @@ def plan_call(
         open=tree is None and models.tree is None and not adaptive,
     )
     return models.plans[key]
-
-
-def shape_for(
-    models: Models,
-    drafters: Sequence[Drafter],
-    longest: int,
-    new_tokens: int,
-    expected: int = 0,
-) -> Shape:
-    """The static sizes of rows that these drafters decode; arguments as of :class:`Shape`'s."""
-    levels = max(drafter.tree.num_levels for drafter in drafters)
-    alone = models.target.batch_invariant
-    chunk = models.prefill_chunk
-    return Shape.for_call(longest, new_tokens, levels, chunk, expected=expected, alone=alone)
 
 
 def _quantised(target: PyTree) -> dict[str, Any]:

@@ -25,8 +25,7 @@ from longspec_jax.generation.activity import DecodingPlainly
 from longspec_jax.generation.call import Plan
 from longspec_jax.generation.memory import free_bytes
 from longspec_jax.generation.result import GenerateResult, OnRound, StreamRound
-from longspec_jax.generation.run import Run, follow, prefilled, reads_rounds
-from longspec_jax.generation.speeds import Settled
+from longspec_jax.generation.run import Run, follow, start
 from longspec_jax.ops.partitioned import use_mesh
 
 
@@ -74,18 +73,17 @@ def run_both(run: Run, on_round: OnRound | None = None) -> Comparison:
     way, round by round if someone listens, so that their seconds compare. A call that decodes
     plainly is its own comparison.
     """
-    streams = reads_rounds(run.batch, on_round)
     if not run.plan.drafter.tree.num_levels:
         plain = follow(run, on_round)
         return Comparison(plain, plain, ())
-    plan, plain_run = run.plan.without_draft(), None
+    plan, plain_run = run.plan.without_draft, None
     if not plan.waits and _room_for_two(plan):
-        plain_run = run.plainly(run.known.warm.prepare(plan, streams, run.on_activity))
+        plain_run = run.plainly()
     speculative = follow(run, on_round)
     run.engine.close()  # Its cache makes room for plain decoding's.
     if plain_run is None:
-        plain_run = prefilled(
-            Settled(plan), run.batch, run.known, streams=streams, on_activity=run.on_activity
+        plain_run = start(
+            plan, run.batch, run.known, streams=run.streams, on_activity=run.on_activity
         )
     total = int(run.batch.request.max_new_tokens.sum())
 

@@ -70,8 +70,8 @@ class Models:
         return {}
 
     @cached_property
-    def candidates(self) -> dict[Any, tuple[tuple[Drafter, ...], Any]]:
-        """What ``drafters_for`` has found for calls so far, by its arguments."""
+    def candidates(self) -> dict[Any, tuple[tuple[Drafter, ...], Any, int]]:
+        """What ``drafters_for`` has found for calls so far, by its arguments, and most levels."""
         return {}
 
     @cached_property

@@ -33,7 +33,7 @@ from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.runner import ModelRunner
 from longspec_jax.decoding.slots import EngineStatus
 from longspec_jax.drafters.base import Drafter, Params
-from longspec_jax.generation.call import shape_for
+from longspec_jax.generation.call import Shape
 from longspec_jax.generation.candidates import candidates_by_load, drafters_for
 from longspec_jax.generation.chat import check_no_open_thought
 from longspec_jax.generation.grammar import Grammar, GrammarState
@@ -75,7 +75,13 @@ class RequestEngine(TextEngine):
             apart, tree, slots, adaptive=adaptive, choices=candidates_by_load
         )
         drafters = drafters if adaptive else drafters[:1]
-        shape = shape_for(models, drafters, max_tokens, 0)
+        shape = Shape.for_call(
+            max_tokens,
+            0,
+            max(drafter.tree.num_levels for drafter in drafters),
+            models.prefill_chunk,
+            alone=models.target.batch_invariant,
+        )
         if prefixes:
             _say_if_nothing_is_reused(drafters[0], max_tokens, shape.chunk)
         batches = [slots, *[1] * prefills]
@@ -99,8 +105,7 @@ class RequestEngine(TextEngine):
         )
         engine = Engine(
             runner,
-            chunk=shape.chunk,
-            short_chunks=shape.short_chunks,
+            chunks=shape.chunks,
             prefills=prefills,
             prefixes=prefixes,
             host_bytes=host_bytes,
@@ -256,7 +261,7 @@ class RequestEngine(TextEngine):
             engine.launch_sizes = launch_sizes(engine.runner.slots)
         if self._max_itl_ms is not None:
             chunk = warmup.largest_chunk(
-                warmup.smaller_chunks(engine.prompts.chunk),
+                warmup.smaller_chunks(engine.prompts.chunks[-1]),
                 lambda size: warmup.chunk_seconds(engine, size, requests[0]),
                 warmup.longest_round(engine, slowest),
                 self._max_itl_ms / 1000,

@@ -13,9 +13,9 @@ from typing import Protocol, TypeAlias
 import numpy as np
 
 from longspec_jax.config.tree import TreeConfig
+from longspec_jax.decoding.chooser import TreeTiming
 from longspec_jax.decoding.logprobs import TokenLogprob
 from longspec_jax.decoding.report import RoundTree
-from longspec_jax.generation.activity import TreeTiming
 from longspec_jax.generation.inputs import Prompts
 from longspec_jax.generation.memory import MemoryPlan
 from longspec_jax.generation.text import Piece

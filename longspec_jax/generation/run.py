@@ -4,17 +4,18 @@ A call whose rows all have a slot is prefilled, as one batch or row after row, a
 a call with more rows than slots, prompts are prefilled between the rounds of the others.
 """
 
+import math
 from collections import Counter
 from collections.abc import Generator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from longspec_jax.decoding.batch_invariant import is_identical
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.logprobs import TokenLogprob
 from longspec_jax.decoding.report import RoundTree
-from longspec_jax.drafters.base import NoDraft, proposers
+from longspec_jax.decoding.warmup import RoundTimes
+from longspec_jax.drafters.base import proposers
 from longspec_jax.generation.activity import Activity, OnActivity, Prefilling, Tuned
 from longspec_jax.generation.call import Plan
 from longspec_jax.generation.inputs import Batch
@@ -29,7 +30,7 @@ from longspec_jax.generation.result import (
 )
 from longspec_jax.generation.speeds import KnownSpeeds, Settled, settle
 from longspec_jax.generation.text import Piece, RequestOutput, TextEngine, continuation
-from longspec_jax.generation.warm import WarmShapes, plan_engine
+from longspec_jax.generation.warm import WarmShapes
 
 
 class Known(NamedTuple):
@@ -49,8 +50,6 @@ class RowOutput:
     tokens: list[int] = field(default_factory=list)
     drafted: list[bool] = field(default_factory=list)
     """Whether each token was an accepted draft token."""
-    sources: list[int] = field(default_factory=list)
-    """Who proposed each, as bits."""
     pieces: list[Piece] = field(default_factory=list)
     """The text that became complete."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -70,7 +69,6 @@ class RowOutput:
         self.pieces += output.pieces
         self.tokens += output.tokens
         self.drafted += output.drafted
-        self.sources += output.sources
         self.logprobs += output.logprobs
         self.trees += output.trees
         if output.prompt_logprobs is not None:
@@ -80,108 +78,117 @@ class RowOutput:
         self.done = output.finish is not None
 
 
-@dataclass(eq=False)
-class Run:
-    """A call on its way."""
+@dataclass(eq=False, repr=False)
+class Run(TextEngine):
+    """A call on its way: its rows are the requests of an engine, by the same numbers."""
 
     plan: Plan
     batch: Batch
-    requests: TextEngine
-    rows: list[RowOutput]
     known: Known
-    on_activity: OnActivity = field(repr=False)
-    compile_seconds: float = 0.0
+    streams: bool
+    """Whether text is read as tokens come; else behind the last one."""
+    on_activity: OnActivity
+    compile_seconds: float
+    times: RoundTimes
+    """Of a round of every candidate, as far as they are known."""
     kind: str | None = None
     """The kind of call, of which its speeds are remembered; None where they are not."""
+    rows: list[RowOutput] = field(init=False)
+    accepted: Counter[int] = field(default_factory=Counter, init=False)
+    """Accepted draft tokens of all rows by who proposed them, as bits."""
+    begun: bool = field(default=False, init=False)
+    """Whether a row has a token."""
 
-    reads_text: bool = False
-    """Whether text is read as tokens come; else behind the last one."""
-
-    @property
-    def engine(self) -> Engine:
-        """What decodes its rows."""
-        return self.requests.engine
+    def __post_init__(self) -> None:
+        """Begin without a token."""
+        known, levels = self.times.seconds, self.plan.drafter.tree.num_levels
+        self.engine.round_seconds = known[0] if len(known) == 1 else math.nan
+        self.rows = [RowOutput([0] * (levels + 1)) for _ in self.batch.prompts]
 
     @property
     def stats(self) -> Stats:
         """The counts so far."""
-        rows, engine, sources = self.rows, self.engine, self.plan.drafter.sources
-        accepted = Counter(bits for row in rows for bits in row.sources if bits)
+        engine, sources = self.engine, self.plan.drafter.sources
+        new_tokens, passes, histograms = [], [], []
+        for row in self.rows:
+            new_tokens.append(len(row.tokens))
+            passes.append(sum(row.histogram))
+            histograms.append(tuple(row.histogram))
+        trees, seconds = tree_uses(engine), 0.0
+        for tree in trees:
+            seconds += tree.seconds
+        accepted = {proposers(sources, bits): count for bits, count in self.accepted.items()}
         return Stats(
             prompt_tokens=tuple(map(len, self.batch.prompts)),
-            new_tokens=tuple(len(row.tokens) for row in rows),
-            target_passes=tuple(sum(row.histogram) for row in rows),
-            histograms=tuple(tuple(row.histogram) for row in rows),
-            trees=tree_uses(engine),
+            new_tokens=tuple(new_tokens),
+            target_passes=tuple(passes),
+            histograms=tuple(histograms),
+            trees=trees,
             prefill_seconds=engine.seconds_of_prefill,
-            decode_seconds=sum(total.seconds for total in engine.totals),
+            decode_seconds=seconds,
             compile_seconds=self.compile_seconds,
             draft_state_bytes=engine.draft_bytes,
             memory=self.plan.memory,
-            accepted_by_source={proposers(sources, bits): n for bits, n in accepted.items()},
+            accepted_by_source=accepted,
             lossless=self.plan.lossless,
         )
 
-    def plainly(self, compile_seconds: float) -> "Run":
-        """The same rows, prefilled as they are, without a draft; each a copy.
-
-        Args:
-          compile_seconds: that it took to make its programs.
-        """
-        plan = self.plan.without_draft()
+    def plainly(self) -> "Run":
+        """The same rows, prefilled as they are, without a draft; each a copy."""
+        plan = self.plan.without_draft
+        compiled, times = self.known.warm.prepare(plan, self.streams, self.on_activity)
         engine = self.engine.fork(plan.drafters, plan.params, ())
         engine.seconds_of_prefill = self.engine.seconds_of_prefill
-        engine.round_seconds = self.known.warm.round_seconds(plan)
-        rows = [
-            RowOutput(
-                _no_rounds(plan),
-                tokens=list(row.tokens),
-                drafted=list(row.drafted),
-                logprobs=list(row.logprobs),
-                prompt_logprobs=row.prompt_logprobs,
-                done=row.done,
-            )
-            for row in self.rows
-        ]
-        requests = TextEngine(engine)
-        for index, row in enumerate(rows):
-            text = self.batch.text(index) if self.reads_text else None
-            if text is not None:
-                row.pieces += text.add(row.tokens, row.drafted, row.done).pieces
-                requests.read(index, text)
-        return Run(
-            plan,
-            self.batch,
-            requests,
-            rows,
-            self.known,
-            self.on_activity,
-            compile_seconds,
-            reads_text=self.reads_text,
+        run = replace(
+            self, engine=engine, plan=plan, compile_seconds=compiled, times=times, kind=None
         )
+        run.begun = self.begun
+        for index, (row, own) in enumerate(zip(self.rows, run.rows, strict=True)):
+            own.tokens, own.drafted = list(row.tokens), list(row.drafted)
+            own.logprobs, own.prompt_logprobs = list(row.logprobs), row.prompt_logprobs
+            own.done = row.done
+            text = self.batch.text(index) if self.streams else None
+            if text is not None:
+                own.pieces += text.add(row.tokens, row.drafted, row.done).pieces
+                run.read(index, text)
+        return run
 
-    def _add(self, output: RequestOutput) -> None:
-        """Take in what a row has gained.
+    def advance(self, *, decode: bool = True) -> bool:
+        """Take a step, and take in what rows have gained.
+
+        Args:
+          decode: whether rounds are launched, not prompts alone.
+
+        Returns:
+          Whether a row has gained anything.
 
         Raises:
           FloatingPointError: if the target's logits were not finite.
-          RuntimeError: if what the row has gained cannot be read.
+          RuntimeError: if what a row has gained cannot be read.
         """
-        row = self.rows[output.id]
-        if output.reason is not None:
-            raise RuntimeError(f"row {output.id} cannot go on: {output.reason}")
-        if output.finish == "error":
-            where = f"of row {output.id} " if len(self.rows) > 1 else ""
-            before = len(row.tokens) + len(output.tokens) - 1
-            tokens = len(self.batch.prompts[output.id]) + before
-            dtype = self.plan.target.config.dtype
-            remedy = "" if dtype == "float32" else "dtype float32, which has more range, or "
-            raise FloatingPointError(
-                f"the target's logits {where}behind {tokens} tokens are not finite, so that no "
-                f"token can be drawn: its weights or norms overflow {dtype}; try {remedy}another "
-                "checkpoint"
-            )
-        row.add(output)
+        outputs = self.step(decode=decode)
+        for output in outputs:
+            if output.reason is not None:
+                raise RuntimeError(f"row {output.id} cannot go on: {output.reason}")
+            if output.finish == "error":
+                raise self._not_finite(output)
+            self.rows[output.id].add(output)
+            self.accepted.update(filter(None, output.sources))
+            self.begun = True
+        return bool(outputs)
+
+    def _not_finite(self, output: RequestOutput) -> FloatingPointError:
+        """What says where a row's logits were not finite."""
+        where = f"of row {output.id} " if len(self.rows) > 1 else ""
+        before = len(self.rows[output.id].tokens) + len(output.tokens) - 1
+        tokens = len(self.batch.prompts[output.id]) + before
+        dtype = self.plan.target.config.dtype
+        remedy = "" if dtype == "float32" else "dtype float32, which has more range, or "
+        return FloatingPointError(
+            f"the target's logits {where}behind {tokens} tokens are not finite, so that no "
+            f"token can be drawn: its weights or norms overflow {dtype}; try {remedy}another "
+            "checkpoint"
+        )
 
     def prefill(self) -> "Run":
         """Run the prompts of a call whose rows all have a slot, to their first tokens."""
@@ -191,8 +198,7 @@ class Run:
             if engine.prefilled > told:
                 told = engine.prefilled
                 self.on_activity(Prefilling(told, total))
-            for output in self.requests.step(decode=False):
-                self._add(output)
+            self.advance(decode=False)
         return self
 
     def rounds(self) -> Generator["Run", None, None]:
@@ -200,25 +206,17 @@ class Run:
 
         The time that the consumer takes is not counted. Close the iterator to stop early.
         """
-        engine, begun = self.engine, any(row.tokens for row in self.rows)
+        engine = self.engine
         try:
-            if begun:
+            if self.begun:
                 yield self
             while engine.busy:
-                outputs = self.requests.step()
-                for output in outputs:
-                    self._add(output)
-                if outputs:
-                    begun = True
+                if self.advance():
                     yield self
-                elif not begun:
+                elif not self.begun:
                     self.on_activity(Prefilling(engine.prefilled, len(self.batch.prompts[0])))
         finally:
             engine.finish()
-
-
-def _no_rounds(plan: Plan) -> list[int]:
-    return [0] * (plan.drafter.tree.num_levels + 1)
 
 
 def start(
@@ -231,7 +229,7 @@ def start(
     rounds: bool = True,
     fixed: bool = False,
 ) -> Run:
-    """Make a call ready to decode.
+    """Make a call ready: compile what is new and, where every row has a slot, run the prompts.
 
     Args:
       streams: whether the run is followed round by round.
@@ -239,61 +237,27 @@ def start(
       rounds: whether it will be decoded at all, and not prefilled alone.
       fixed: whether it runs one tree to its end, whatever it names.
     """
-    tell = on_activity or _nobody
-    settled = Settled(plan)
+    tell, settled = on_activity or _nobody, Settled(plan)
     if plan.open:
-        identical = is_identical(plan.target) and plan.lossless
-        settled = settle(plan, known.speeds, streams=streams, identical=identical, fixed=fixed)
+        settled = settle(plan, known.speeds, streams=streams, identical=plan.identical, fixed=fixed)
         first = settled.plan.drafters[settled.first]
-        name = first.name if first.tree.num_levels else NoDraft().name
-        tell(Tuned(name, first.tree, settled.timings))
-    return prefilled(settled, batch, known, streams=streams, on_activity=tell, rounds=rounds)
+        tell(Tuned(first.label, first.tree, settled.timings))
+    plan = ready = settled.plan
+    compiled, times = known.warm.prepare(plan, streams, tell, rounds=rounds)
+    policy = None
+    if len(plan.drafters) > 1:
+        policy, ready = settled.policy(times), settled.weighing(times)
+    engine = ready.engine(streams, policy)
+    run = Run(engine, plan, batch, known, streams, tell, compiled, times, settled.kind)
+    for row, prompt in enumerate(batch.prompts):
+        engine.submit(prompt, batch.request if plan.rows == 1 else batch.request.row(row))
+        if streams:
+            run.read(row, batch.text(row))
+    return run if plan.waits else run.prefill()
 
 
 def _nobody(activity: Activity) -> None:
     """Do nothing: the caller listens to no activities."""
-
-
-def prefilled(
-    settled: Settled,
-    batch: Batch,
-    known: Known,
-    *,
-    streams: bool,
-    on_activity: OnActivity,
-    rounds: bool = True,
-) -> Run:
-    """Compile what is new and, where every row has a slot, run the prompts.
-
-    Arguments as of :func:`start`.
-    """
-    plan = settled.plan
-    compiled = known.warm.prepare(plan, streams, on_activity, rounds=rounds)
-    policy, ready = None, plan
-    if len(plan.drafters) > 1:
-        times = known.warm.times(plan)
-        policy, ready = settled.policy(times), settled.weighing(times)
-    engine = plan_engine(ready, streams=streams, policy=policy)
-    engine.round_seconds = known.warm.round_seconds(plan)
-    requests, rows = TextEngine(engine), list[RowOutput]()
-    for row in range(plan.rows):  # The rows' numbers are those of the requests.
-        request = batch.request if plan.rows == 1 else batch.request.row(row)
-        engine.submit(batch.prompts[row], request)
-        if streams:
-            requests.read(row, batch.text(row))
-        rows.append(RowOutput(_no_rounds(plan)))
-    run = Run(
-        plan,
-        batch,
-        requests,
-        rows,
-        known,
-        on_activity,
-        compiled,
-        settled.kind,
-        reads_text=streams,
-    )
-    return run if plan.waits else run.prefill()
 
 
 def reads_rounds(batch: Batch, on_round: OnRound | None) -> bool:
@@ -308,13 +272,7 @@ def reads_rounds(batch: Batch, on_round: OnRound | None) -> bool:
 def tree_uses(engine: Engine) -> tuple[TreeUse, ...]:
     """What every candidate of an engine has done so far; one without a tree decodes plainly."""
     return tuple(
-        TreeUse(
-            drafter.name if drafter.tree.num_levels else NoDraft().name,
-            drafter.tree,
-            total.rounds,
-            total.tokens,
-            total.seconds,
-        )
+        TreeUse(drafter.label, drafter.tree, total.rounds, total.tokens, total.seconds)
         for drafter, total in zip(engine.runner.drafters, engine.totals, strict=True)
     )
 
@@ -325,7 +283,7 @@ def learn(run: Run, stats: Stats) -> None:
     if sum(total.rounds for total in totals) >= ROUNDS:
         known.notices.look_at(stats)
     if run.kind is not None and not run.plan.waits:
-        known.speeds.learn(run.kind, run.plan.drafters, totals, known.warm.times(run.plan))
+        known.speeds.learn(run.kind, run.plan.drafters, totals, run.times)
         known.notices.look_at_speeds(known.speeds.find(run.kind))
     if len(totals) == 1 and totals[0].rounds:
         known.warm.learn(run.plan, totals[0].seconds / totals[0].rounds)
@@ -343,15 +301,22 @@ def follow(run: Run, on_round: OnRound | None = None) -> GenerateResult:
         with closing(added_rounds(run)) as rounds:
             for added in rounds:
                 on_round(added)
-    texts = (_text(run, index) for index in range(len(run.rows)))
+    sequences, texts, drafted, logprobs, of_prompts, trees = [], [], [], [], [], []
+    for index, row in enumerate(run.rows):
+        sequences.append(tuple(row.tokens))
+        texts.append(_text(run, index))
+        drafted.append(tuple(row.drafted))
+        logprobs.append(tuple(row.logprobs))
+        of_prompts.append(row.prompt_logprobs)
+        trees.append(tuple(row.trees))
     result = GenerateResult(
-        tuple(tuple(row.tokens) for row in run.rows),
+        tuple(sequences),
         tuple(texts),
-        tuple(tuple(row.drafted) for row in run.rows),
+        tuple(drafted),
         run.stats,
-        logprobs=tuple(tuple(row.logprobs) for row in run.rows),
-        prompt_logprobs=tuple(row.prompt_logprobs for row in run.rows),
-        trees=tuple(tuple(row.trees) for row in run.rows),
+        logprobs=tuple(logprobs),
+        prompt_logprobs=tuple(of_prompts),
+        trees=tuple(trees),
     )
     learn(run, result.stats)
     return result
@@ -362,7 +327,7 @@ def _text(run: Run, index: int) -> str | None:
     row, batch = run.rows[index], run.batch
     if batch.tokenizer is None:
         return None
-    if run.reads_text:
+    if run.streams:
         return "".join(piece.text for piece in row.pieces)
     return continuation(batch.tokenizer, batch.prompts[index].tolist(), row.tokens)
 

@@ -19,6 +19,7 @@ from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.logprobs import SLICE
 from longspec_jax.decoding.programs import program
 from longspec_jax.decoding.rows import Request, RowShardings
+from longspec_jax.decoding.runner import chunk_of
 from longspec_jax.decoding.sampling import Sampling, processed
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.generation.call import Plan
@@ -68,7 +69,7 @@ def _scores_of_row(
     found = {name: np.empty(shape, np.float32) for name in wanted}
     whole = np.asarray([*prompt, *emitted], np.int32)
     length, first = len(whole) - 1, len(prompt) - 1  # Nothing follows the last token.
-    chunk = plan.shape.chunk_of(length) if plan.shape.alone else plan.shape.chunk
+    chunk = chunk_of(length, plan.shape.chunks)
     size, padded = min(chunk, SLICE), np.zeros(-(-length // chunk) * chunk + 1, np.int32)
     padded[: len(whole)] = whole
     capacity = max(plan.shape.capacity, len(padded) - 1)

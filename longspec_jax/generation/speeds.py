@@ -30,13 +30,12 @@ from longspec_jax import files
 from longspec_jax.checks import is_whole
 from longspec_jax.compilation import cache_folder
 from longspec_jax.config.tree import PLAIN, TreeConfig
-from longspec_jax.decoding.chooser import Measurement, Policy
+from longspec_jax.decoding.chooser import Measurement, Policy, TreeTiming
 from longspec_jax.decoding.policy import KNOWN, FastestWithinBudget
 from longspec_jax.decoding.report import shown_by
 from longspec_jax.decoding.round import weighs_trees
 from longspec_jax.decoding.warmup import RoundTimes
 from longspec_jax.drafters.base import Drafter
-from longspec_jax.generation.activity import TreeTiming
 from longspec_jax.generation.call import Plan
 
 DAYS = 30
@@ -46,7 +45,7 @@ MOST_KINDS = 256
 WORSE, JUDGED = 0.8, 8
 """Speed over the fastest's below which a candidate of earlier processes is not compiled again, and
 rounds that have to show it."""
-MOST_OWN = 64
+MOST_OWN = 64.0
 """Rounds of this process behind a mean that count against those of a run."""
 MOST_EARLIER = 32
 """Rounds of earlier processes that count of a tree which a process leaves out: half of them in the
@@ -105,6 +104,7 @@ class KnownSpeeds:
         self._known: dict[str, tuple[TreeTiming, ...]] = {}
         self._earlier: dict[str, tuple[TreeTiming, ...]] = {}
         """What other processes had found by the first call of a kind."""
+        self._worth: dict[tuple[str, tuple[Drafter, ...]], tuple[Drafter, ...]] = {}
         self._written: dict[str, int] = {}
         """Rounds behind what this process has last written of a kind."""
         self._seen: dict[str, frozenset[TreeConfig]] = {}
@@ -118,12 +118,16 @@ class KnownSpeeds:
                 self._known[kind] = self._earlier[kind] = kept_speeds(kind)
             return self._known[kind]
 
-    def candidates(self, kind: str, drafters: Sequence[Drafter]) -> list[Drafter]:
-        """The drafters that are worth a program, the same ones for the whole process."""
-        self.find(kind)
-        trees = {one.tree for one in drafters}
-        pruned = _clearly_worse([one for one in self._earlier[kind] if one.tree in trees])
-        return [one for one in drafters if one.tree not in pruned]
+    def candidates(self, kind: str, drafters: tuple[Drafter, ...]) -> tuple[Drafter, ...]:
+        """The drafters that are worth a program, the cheapest first; the same for a process."""
+        if (kind, drafters) not in self._worth:
+            self.find(kind)
+            trees = {one.tree for one in drafters}
+            pruned = _clearly_worse([one for one in self._earlier[kind] if one.tree in trees])
+            worth = [one for one in drafters if one.tree not in pruned]
+            worth.sort(key=lambda drafter: drafter.tree.num_nodes)
+            self._worth[kind, drafters] = tuple(worth)
+        return self._worth[kind, drafters]
 
     def seen(self, kind: str) -> frozenset[TreeConfig]:
         """Trees of which this process itself has run rounds in calls of a kind."""
@@ -152,9 +156,8 @@ class KnownSpeeds:
         for drafter, total in zip(drafters, totals, strict=True):
             tree, own = drafter.tree, known.get(drafter.tree)
             if total.row_rounds:
-                label = drafter.name if tree.num_levels else "plain"
                 most = MOST_OWN if tree in seen else KNOWN
-                after = (own or TreeTiming(label, tree, 1.0, 1.0)).corrected(total, most)
+                after = (own or TreeTiming(drafter.label, tree, 1.0, 1.0)).corrected(total, most)
                 if own is not None and len(known) > 1:
                     # Beside other trees' seconds those of another hour would mislead.
                     after = replace(after, seconds=own.seconds)
@@ -282,17 +285,14 @@ def settle(
         return Settled(plan)
     usual, kind = plan.drafters[0].tree, f"{plan.kind_of_call}{' streamed' * streams}"
     timings, seen = speeds.find(kind), speeds.seen(kind)
-    own = sorted(plan.drafters, key=lambda drafter: drafter.tree.num_nodes)
-    own = speeds.candidates(kind, own)
+    own = speeds.candidates(kind, plan.drafters)
     first = begun_with(own, timings, usual)
     if fixed or plan.short or (timings and not identical):
-        own, first = [own[first]], 0
+        own, first = (own[first],), 0
     if not any(one.tree.num_levels for one in own):
-        return Settled(plan.without_draft(), 0, timings, seen, kind)
-    settled = replace(plan, drafters=tuple(own))
-    if identical and len(own) > 1 and weighs() and any(one.proposes_freely for one in own):
-        settled = settled.weighing()
-    return Settled(settled, first, timings, seen, kind)
+        return Settled(plan.without_draft, 0, timings, seen, kind)
+    free = identical and len(own) > 1 and weighs() and any(one.proposes_freely for one in own)
+    return Settled(plan.narrowed(own, weighs=free), first, timings, seen, kind)
 
 
 def weighs() -> bool:
@@ -353,10 +353,12 @@ def kept_speeds(kind: str, found: Sequence[TreeTiming] | None = None) -> tuple[T
         kinds = dict(json.loads(file.read_text("utf-8")))
     kept: dict[TreeTiming, float] = {}
     with contextlib.suppress(KeyError, TypeError, ValueError):
-        for label, tree, seconds, tokens, rounds, written in kinds[kind]:
-            timing = TreeTiming(label, TreeConfig.parse(tree), seconds, tokens, rounds)
-            if now - written < DAYS * 86400 and _is_sound(timing):
-                kept[timing] = written
+        for label, named, seconds, tokens, rounds, written in kinds[kind]:
+            tree = TreeConfig.parse(named)
+            possible = 0 < seconds < math.inf and 1 <= tokens <= tree.num_levels + 1
+            counted = isinstance(label, str) and is_whole(rounds) and rounds >= 0
+            if possible and counted and now - written < DAYS * 86400:
+                kept[TreeTiming(label, tree, seconds, tokens, rounds)] = written
     if found is not None:
         # What this run did not correct keeps its day.
         trees = [
@@ -370,10 +372,3 @@ def kept_speeds(kind: str, found: Sequence[TreeTiming] | None = None) -> tuple[T
             files.replace(file, json.dumps(latest).encode())
         return tuple(found)
     return tuple(kept)
-
-
-def _is_sound(timing: TreeTiming) -> bool:
-    """Whether a timing's numbers are possible."""
-    named, most = isinstance(timing.drafter, str), timing.tree.num_levels + 1
-    counted = is_whole(timing.rounds) and timing.rounds >= 0
-    return named and counted and 0 < timing.seconds < math.inf and 1 <= timing.tokens <= most

@@ -21,7 +21,7 @@ import os
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from longspec_jax.checks import Tokenizer
@@ -321,17 +321,13 @@ class RequestOutput(StepOutput):
     """The text by the tokens that completed it, and whether each was an accepted draft token."""
 
 
+@dataclass(eq=False, repr=False)
 class TextEngine:
     """An engine whose requests have texts: what calls, streams and servers step alike."""
 
-    def __init__(self, engine: Engine) -> None:
-        """Read no text yet.
-
-        Args:
-          engine: decodes the requests' tokens.
-        """
-        self.engine = engine
-        self._texts: dict[int, RowText] = {}
+    engine: Engine
+    """Decodes the requests' tokens."""
+    _texts: dict[int, RowText] = field(default_factory=dict, init=False)
 
     def read(self, id: int, text: RowText | None) -> None:
         """Have the tokens of a submitted request read as they come; None for tokens alone."""
@@ -374,5 +370,5 @@ class TextEngine:
                 self.engine.cancel(output.id)
         if output.finish is not None:
             self._texts.pop(output.id, None)
-        text = "".join(piece.text for piece in pieces)
+        text = "".join(piece.text for piece in pieces) if pieces else ""
         return RequestOutput(**vars(output), text=text, pieces=pieces)

@@ -8,33 +8,19 @@ time, so that prefill and decode seconds mean the same in every call.
 import math
 import time
 from collections.abc import Set
-from functools import partial
+from dataclasses import replace
 from threading import Lock
 from typing import Any
 
 import numpy as np
 
 from longspec_jax.decoding import warmup
-from longspec_jax.decoding.chooser import Choice, Policy
-from longspec_jax.decoding.engine import Engine
+from longspec_jax.decoding.chooser import Choice
 from longspec_jax.decoding.programs import RECENT, compile_side_by_side
 from longspec_jax.decoding.round import weighs_trees
 from longspec_jax.decoding.warmup import RoundTimes
 from longspec_jax.generation.activity import Compiling, OnActivity
 from longspec_jax.generation.call import Plan
-
-
-def plan_engine(plan: Plan, *, streams: bool, policy: Policy | None = None) -> Engine:
-    """An engine for the rows of a plan; of a stream, if the run is followed round by round."""
-    streams = streams or plan.waits
-    return Engine(
-        plan.runner(streams),
-        chunk=plan.shape.chunk,
-        short_chunks=plan.shape.short_chunks,
-        # A run that nobody follows decides on the next tree by the last rounds.
-        ahead=streams or len(plan.drafters) == 1,
-        policy=policy,
-    )
 
 
 def can_precompile(plan: Plan) -> bool:
@@ -50,8 +36,8 @@ def rehearse(plan: Plan, streams: bool, rounds: bool) -> RoundTimes:
     Returns:
       What a round of every candidate takes, at the context of the longest prompt.
     """
-    with plan_engine(plan, streams=streams) as engine:
-        request = plan.empty_request.row(0)
+    with plan.engine(streams) as engine:
+        request = plan.empty_request
         if can_precompile(plan):
             compile_side_by_side(
                 warmup.programs(
@@ -75,7 +61,7 @@ def rehearse(plan: Plan, streams: bool, rounds: bool) -> RoundTimes:
         times = warmup.round_times(engine, *at)
         if plan.params.costs is None:
             return times
-        engine.runner = plan.weighing(tree=math.inf).runner(streams)
+        engine.runner = replace(engine.runner, params=plan.weighing(tree=math.inf).params)
         return times._replace(
             unverified=tuple(
                 warmup.launch_seconds(engine, Choice(index, 1), *at) - times.wait
@@ -107,21 +93,24 @@ class WarmShapes:
 
     def prepare(
         self, plan: Plan, streams: bool, on_activity: OnActivity, *, rounds: bool = True
-    ) -> float:
-        """Make a short run if the plan's shape is new; return its seconds, 0 if it is not.
+    ) -> tuple[float, RoundTimes]:
+        """Make a short run if the plan's shape is new.
 
         Args:
           rounds: whether it is decoded at all, and not prefilled alone.
+
+        Returns:
+          The seconds of the short run, 0 without one, and what a round of every candidate takes.
         """
-        signature, rehearsal = plan.signature, partial(rehearse, plan, streams, rounds)
+        signature = plan.signature
         used = self._programs.get((streams, rounds, signature))
         if used is not None and RECENT.renew(used):
-            return 0.0
+            return 0.0, self._times.get(signature, RoundTimes())
         on_activity(Compiling())
         start = time.perf_counter()
         plan.runners.clear()  # What they found before is not noted again.
         with RECENT.noted() as used:
-            times = rehearsal()
+            times = rehearse(plan, streams, rounds)
         seconds = time.perf_counter() - start
         with self._lock:
             kept = {old: its for old, its in self._programs.items() if RECENT.keeps(its)}
@@ -131,16 +120,7 @@ class WarmShapes:
             self._times = {one: self._times[one] for one in known}
             if times.seconds:
                 self._times[signature] = times
-        return seconds
-
-    def times(self, plan: Plan) -> RoundTimes:
-        """What a round of every candidate of such a call takes."""
-        return self._times.get(plan.signature, RoundTimes())
-
-    def round_seconds(self, plan: Plan) -> float:
-        """Seconds of a round of the only candidate, as it last ran; NaN where none did."""
-        found = self.times(plan).seconds
-        return found[0] if len(found) == 1 else math.nan
+            return seconds, self._times.get(signature, RoundTimes())
 
     def learn(self, plan: Plan, round_seconds: float) -> None:
         """Remember how long the rounds of a finished run took."""

@@ -1,6 +1,6 @@
 """Engines for tests: over a lookup model, and over every kind of drafter."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,7 +83,7 @@ def plainly(req: Request) -> list[np.ndarray]:
 
 LENGTHS_OF = (1, 30, 8, 3, 17, 9, 25)
 NEW_OF = (9, 1, 12, 4, 2, 7, 5)
-SIZES: dict[str, Any] = {"capacity": 48, "chunk": 8, "stop_width": 2}
+SIZES: dict[str, Any] = {"capacity": 48, "chunks": (8,), "stop_width": 2}
 
 
 def asked(row: int) -> Request:
@@ -125,9 +125,15 @@ def open_engine(
 def launched(engine: Engine) -> list[tuple[Any, ...]]:
     """What the launches of rounds are given from now on: choice, kind, slots and constraints."""
     found: list[tuple[Any, ...]] = []
-    launch = engine._launch
-    engine._launch = lambda *given: (found.append(given), launch(*given))[1]  # type: ignore[method-assign]
+    launch = engine.runner.launch
+
+    launch_by(engine, lambda rows, *given: (found.append(given), launch(rows, *given))[1])
     return found
+
+
+def launch_by(engine: Engine, launch: Callable[..., Any]) -> None:
+    """Have an engine's launches of rounds go through a function, which is given the rows first."""
+    object.__setattr__(engine.runner, "launch", launch)
 
 
 def serve(

@@ -135,7 +135,7 @@ def engine_of(
         *(target, drafters, params),
         slots=len(lengths),
         capacity=capacity,
-        chunk=chunk,
+        chunks=(chunk,),
         stop_width=req.stop_tokens.shape[1],
         **{"streams": False, "together": True, **options},
     )
@@ -286,7 +286,7 @@ def assert_rows_come_and_go(target, drafter, params, tokens, lengths, req, plain
 
     The first prompt returns, with the chunks that the host kept; slots alone share nothing.
     """
-    sizes: Any = dict(slots=2, capacity=128, chunk=8, stop_width=1)
+    sizes: Any = dict(slots=2, capacity=128, chunks=(8,), stop_width=1)
     engine = engine_with(target, [drafter], params, **sizes, prefixes=True, host_bytes=1 << 20)
     order, outputs = [1, 0, 2, 0, 1], []
     ids = [engine.submit(tokens[row, : lengths[row]], req.row(row)) for row in order[:3]]

@@ -140,7 +140,7 @@ def test_adjusted_requests_share_slots_and_go_on_behind_what_they_emitted() -> N
     """A better request takes the slot of one that then counts its own text as emitted."""
     models = TARGET, (LookupDrafter(TREES[0]),), PARAMS
     runner = ModelRunner(*models, slots=1, capacity=64, stop_width=1, adjusted=True)
-    engine = Engine(runner, chunk=8, readmits=True)
+    engine = Engine(runner, chunks=(8,), readmits=True)
     several = adjusted(OPTIONS["all"], 1.0, (17, 13, 9))
     expected = run(NoDraft(), Params(TABLE, ()), several)
     first = engine.submit(*one(0, 1.0), priority=1)
@@ -158,7 +158,7 @@ def test_adjusted_requests_share_slots_and_go_on_behind_what_they_emitted() -> N
 
 def test_an_engine_without_tables_refuses_penalties() -> None:
     models = TARGET, (NoDraft(),), Params(TABLE, ())
-    engine = Engine(ModelRunner(*models, slots=1, capacity=64, stop_width=1), chunk=8)
+    engine = Engine(ModelRunner(*models, slots=1, capacity=64, stop_width=1), chunks=(8,))
     with pytest.raises(ValueError, match="make the engine with enable_penalties=True"):
         engine.submit(*one(0, 0.0))
     neutral = AdjustmentOptions.none(1)

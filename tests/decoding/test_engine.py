@@ -71,7 +71,7 @@ def test_chunks_of_prompts_that_are_prefilled_alone_follow_from_their_own_length
 
     monkeypatch.setattr(prompts_lib, "prefill_chunks", noted)
     rows = range(7)
-    shown, _ = serve(open_engine(short_chunks=(2, 4)), rows)
+    shown, _ = serve(open_engine(chunks=(2, 4, 8)), rows)
     assert taken == {1: 2, 3: 4, 8: 8, 9: 8, 17: 8, 25: 8, 30: 8}
     monkeypatch.undo()
     assert_same(shown, alone(TARGET, TABLE, rows, VOCABULARY))

@@ -43,6 +43,7 @@ from tests.decoding.engines import (
     TREE,
     VOCABULARY,
     Cycle,
+    launch_by,
     launched,
     lookup_engine,
     open_engine,
@@ -200,10 +201,10 @@ def clocked(
         ahead=streams,
         clock=lambda: now[0],
     )
-    launch, ends = engine._launch, []
+    launch, ends = engine.runner.launch, []
 
-    def timed(choice: Choice, *more: Any) -> Any:
-        rows, packed = launch(choice, *more)
+    def timed(rows: Any, choice: Choice, *more: Any) -> Any:
+        rows, packed = launch(rows, choice, *more)
         ran = len(Report.of(np.asarray(packed), DRAFTER.tree).count)
         free[0] = max(free[0], now[0]) + seconds[choice.candidate] * ran
         if rounds is not None:
@@ -211,18 +212,18 @@ def clocked(
         ends.append(free[0])
         return rows, packed
 
-    engine._launch = timed  # type: ignore[method-assign]
+    launch_by(engine, timed)
     launches = engine._launches
     land = launches.land
 
     def landed() -> list[StepOutput]:
-        oldest = launches._launches[0]
+        oldest = launches.unread[0]
         arrived = ends.pop(0) if oldest.choice is not None else now[0]
         now[0] = max(now[0], arrived)
         output, _ = oldest.landing.result()
         done = Future()
         done.set_result((output, arrived))
-        launches._launches[0] = oldest._replace(landing=done)
+        launches.unread[0] = oldest._replace(landing=done)
         return land()
 
     launches.land = landed  # type: ignore[method-assign]

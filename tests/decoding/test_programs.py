@@ -126,7 +126,7 @@ def test_calls_whose_programs_were_let_go_are_warmed_again_and_say_the_same() ->
         )
         assert [program._cache_size() for program in counted] == [1, 1, 1]
         gc.collect()
-        runners = [plan.runner(streams=False) for plan in spec.plans.values()]
+        runners = [plan.runners[False] for plan in spec.plans.values()]
         assert [len(runner._programs) for runner in runners] == [1, 0], "those that are kept"
     assert first.sequences == again.sequences == back.sequences == other.sequences[:1]
     compiled = [result.stats.compile_seconds for result in (first, again, other, back)]

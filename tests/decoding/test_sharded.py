@@ -223,7 +223,7 @@ def test_rows_come_and_go_on_a_mesh(axes: dict[str, int], tables: tuple[Any, Any
             jax.device_get(Sampling.greedy(1)), np.full((1, 1), -1, np.int32), np.asarray([5])
         )
         models = target_beside(target), (longspec(None),), params
-        engine = Engine(ModelRunner(*models, slots=2, capacity=CAPACITY, stop_width=1), chunk=8)
+        engine = Engine(ModelRunner(*models, slots=2, capacity=CAPACITY, stop_width=1), chunks=(8,))
         for row in range(4):
             engine.submit(np.arange(3 * row + 1, dtype=np.int32), one)
         texts = texts_of(outputs_of(engine))

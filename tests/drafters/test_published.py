@@ -142,7 +142,7 @@ def test_p_eagle_changes_no_token() -> None:
 def test_p_eagle_in_fewer_slots_than_rows_changes_no_token() -> None:
     """A row's ring may hold what another row left in its slot."""
     params = Params(MODEL, test_peagle.random_params(test_peagle.DRAFT, test_peagle.KNOWN))
-    sizes: Any = dict(slots=2, capacity=128, chunk=8, stop_width=1)
+    sizes: Any = dict(slots=2, capacity=128, chunks=(8,), stop_width=1)
     engine = engine_with(TRANSFORMER.target, [test_peagle.WINDOW], params, **sizes)
     order = [1, 0, 2, 0]
     for row in order:

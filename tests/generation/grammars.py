@@ -77,7 +77,7 @@ def open_engine(table: Any, draft: Any, trees: Sequence[TreeConfig] = TREES) -> 
     drafters = tuple(LookupDrafter(tree) for tree in trees)
     models = LookupTarget(SIZE), drafters, Params(table, draft)
     runner = ModelRunner(*models, slots=SLOTS, capacity=128, stop_width=1)
-    return Engine(runner, chunk=8, readmits=True)
+    return Engine(runner, chunks=(8,), readmits=True)
 
 
 def request(seed: int, temperature: float = 1.0, new: int = NEW) -> Request:

@@ -188,7 +188,7 @@ def test_what_was_prepared_serves_everything_without_compiling_in_the_same_memor
     ) as engine:
         with pytest.warns(UserWarning, match="max_itl_ms=1e-06 cannot be kept: a chunk of 64"):
             engine.prepare()
-        assert engine.engine.prompts.chunk == 64
+        assert engine.engine.prompts.chunks == (64,)
         idle = engine.status
         assert idle == EngineStatus(0, 0, 0, 0, 3 * engine.runner.capacity, 0, 0, 0, 0, 0)
         assert not any(use.rounds for use in engine.trees)

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from longspec_jax import PLAIN, LongSpec
-from longspec_jax.decoding.engine import Engine
+from longspec_jax.decoding.runner import ModelRunner, chunk_of
 from longspec_jax.drafters.checkpoints.longspec import save_draft
-from longspec_jax.generation import run as run_lib
 from longspec_jax.generation.activity import Compiling, DecodingPlainly, Prefilling
 from longspec_jax.generation.call import Shape
 from longspec_jax.generation.run import Run
@@ -82,20 +81,18 @@ class _Open(list):
 
 
 def test_the_chunk_follows_the_longest_prompt() -> None:
-    assert Shape.for_call(48, 6, 3, 2048).chunk == 64
-    assert Shape.for_call(1, 6, 3, 2048).chunk == 64
-    assert Shape.for_call(65, 6, 3, 2048).chunk == 128
-    assert Shape.for_call(2049, 6, 3, 2048).chunk == 2048
+    chunks = [Shape.for_call(longest, 6, 3, 2048).chunk for longest in (48, 1, 65, 2049)]
+    assert chunks == [64, 64, 128, 2048]
     assert Shape.for_call(48, 6, 3, 32).chunk == 32
 
 
 def test_the_chunks_of_prompts_that_are_prefilled_alone() -> None:
     shape = Shape.for_call(600, 6, 3, 2048, alone=True)
-    chunks = [shape.chunk_of(prompt) for prompt in (1, 128, 129, 512, 513)]
+    chunks = [chunk_of(prompt, shape.chunks) for prompt in (1, 128, 129, 512, 513)]
     assert chunks == [128, 128, 512, 512, 2048]
     assert shape.capacity >= 2048
     short = Shape.for_call(100, 6, 3, 2048, alone=True)
-    assert short.chunk == 128 and short.chunk_of(100) == shape.chunk_of(100)
+    assert short.chunk == 128 and short.chunks == shape.chunks[:1]
 
 
 def test_calls_shorter_than_expected_share_a_shape() -> None:
@@ -203,25 +200,17 @@ def test_one_device_of_several_keeps_its_kernels() -> None:
 
 
 def test_comparisons_run_both_in_the_same_way(monkeypatch) -> None:
-    engines, ways = run_lib.plan_engine, []
+    begin, ways = Run.__post_init__, []
 
-    def noted(plan, **options):
-        ways.append((options["streams"], plan.drafter.tree == PLAIN))
-        return engines(plan, **options)
-
-    plainly = Run.plainly
-
-    def forked(run, compile_seconds):
-        found = plainly(run, compile_seconds)
-        ways.append((found.engine.runner.streams, found.plan.drafter.tree == PLAIN))
-        return found
+    def noted(run):
+        begin(run)
+        ways.append((run.engine.runner.streams, run.plan.drafter.tree == PLAIN))
 
     options = dict(max_new_tokens=5, eos_token_id=[])
     for on_round in (None, lambda added: None):
         toy_spec().compare(PROMPT, **options, on_round=on_round)  # Compiles beforehand.
         with monkeypatch.context() as inside:
-            inside.setattr(run_lib, "plan_engine", noted)
-            inside.setattr(Run, "plainly", forked)
+            inside.setattr(Run, "__post_init__", noted)
             toy_spec().compare(PROMPT, **options, on_round=on_round)
     assert ways == [(False, False), (False, True), (True, False), (True, True)]
 
@@ -229,16 +218,16 @@ def test_comparisons_run_both_in_the_same_way(monkeypatch) -> None:
 def test_ctrl_c_is_honoured_between_two_launches(monkeypatch) -> None:
     """No launch takes longer than a part of a second, so that a call can be interrupted."""
     spec, launches = toy_spec(), []
-    launch = Engine._launch
+    launch = ModelRunner.launch
 
-    def interrupted(engine, choice, *others):
+    def interrupted(runner, rows, choice, *others):
         launches.append(choice.rounds)
         if len(launches) == 3:
             raise KeyboardInterrupt
-        return launch(engine, choice, *others)
+        return launch(runner, rows, choice, *others)
 
     spec.generate(PROMPT, max_new_tokens=400, eos_token_id=[])
-    monkeypatch.setattr(Engine, "_launch", interrupted)
+    monkeypatch.setattr(ModelRunner, "launch", interrupted)
     monkeypatch.setattr("longspec_jax.decoding.launches.LAUNCH_SECONDS", 1e-6)
     with pytest.raises(KeyboardInterrupt):
         spec.generate(PROMPT, max_new_tokens=400, eos_token_id=[])

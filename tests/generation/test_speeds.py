@@ -36,7 +36,7 @@ PROMPT = "ab cd gh é"
 OPTIONS: dict[str, Any] = dict(max_new_tokens=40, temperature=1.0, seed=3, eos_token_id=[])
 KIND = "a kind of call"
 PLAINLY = TreeTiming("plain", PLAIN, 1.0, 1.0, 30)
-DRAFTERS = [NoDraft(), LookupDrafter(CHAIN), LookupDrafter(FORK)]
+DRAFTERS = NoDraft(), LookupDrafter(CHAIN), LookupDrafter(FORK)
 
 
 @pytest.fixture(autouse=True)
@@ -130,6 +130,7 @@ def test_a_policy_begins_with_what_is_known(spec) -> None:
     plan, speeds = planned(spec), spec._speeds
     settled = settle(plan, speeds, streams=False, identical=True)
     assert settled.policy(RoundTimes((1.0,))) is None
+    assert settle(plan, speeds, streams=False, identical=True).plan is settled.plan, "made once"
     policy = settled.policy(RoundTimes((1e-3, 1.5e-3)))
     assert policy is not None and policy.choose().candidate == 1, "a tree that nobody has seen"
     seen = Measurement(20, 20, 20, 20.0), Measurement(20, 20, 60, 30.0)

@@ -394,7 +394,7 @@ def engine_of(tokenizer: Any, likely: str) -> Engine:
     params = Params(table, table + random_table(4, 97, size, 0.5))
     models = LookupTarget(size), tuple(map(LookupDrafter, TREES)), params
     runner = ModelRunner(*models, slots=4, capacity=512, stop_width=1)
-    return Engine(runner, chunk=8, readmits=True)
+    return Engine(runner, chunks=(8,), readmits=True)
 
 
 @pytest.fixture(scope="module")
