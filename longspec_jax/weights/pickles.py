@@ -10,10 +10,8 @@ it is read. The pickle itself is bounded, and refused if it is compressed, which
 import io
 import math
 import pickle
-import pickletools
 import struct
 import zipfile
-from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +36,16 @@ MOST_DESCRIPTION = 16 * 2**20
 """Bytes of the pickle. A tensor takes 150 to 250, and a file has some thousand."""
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 """Of an entry of a zip archive: its mark, and the lengths of its name and of what follows that."""
+_CODES = b"".join(
+    getattr(pickle, name)
+    for name in (
+        "PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT "
+        "BINUNICODE SHORT_BINUNICODE EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND "
+        "APPENDS EMPTY_DICT GLOBAL STACK_GLOBAL REDUCE BINPERSID BINPUT LONG_BINPUT MEMOIZE BINGET "
+        "LONG_BINGET"
+    ).split()
+)
+"""Operations of a pickle that torch.save writes; no other is carried out."""
 
 
 class Storage(NamedTuple):
@@ -78,7 +86,7 @@ class TensorFile:
                 order = f"{self._folder}byteorder"
                 if order in self._entries and self._whole(archive, order) != b"little":
                     raise pickle.UnpicklingError("its numbers are big-endian")
-                self.content: object = _read(self._whole(archive, name))
+                self.content: object = _Reader(io.BytesIO(self._whole(archive, name))).load()
         except pickle.UnpicklingError:
             raise
         except Exception as error:  # Of damaged bytes a pickle raises anything.
@@ -131,15 +139,6 @@ class TensorFile:
         return np.memmap(self._path, dtype, "r", start, (storage.numbers,))
 
 
-def _read(described: bytes) -> Any:
-    """What a pickle describes."""
-    for operation, place, _ in pickletools.genops(described):
-        # The unpickler makes a table of as many places as the largest number says.
-        if operation.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(place or 0) > len(described):
-            raise pickle.UnpicklingError(f"it keeps {place} values, more than it has bytes")
-    return _Reader(io.BytesIO(described)).load()
-
-
 def _tensor(
     storage: object, offset: int, size: Sequence[int], stride: Sequence[int], *_: object
 ) -> StoredTensor:
@@ -150,18 +149,54 @@ def _tensor(
     return StoredTensor(storage, offset, tuple(size), tuple(stride))
 
 
+def _nothing() -> dict[str, object]:
+    """An empty dictionary; its entries follow."""
+    return {}
+
+
 def _parameter(tensor: object, *_: object) -> Any:
     """What torch makes a parameter of: a tensor that wants gradients."""
     return tensor
 
 
-class _Reader(pickle.Unpickler):
-    """Unpickles descriptions of tensors, and nothing else."""
+def _item(reader: Any) -> None:
+    """Put a value under its name."""
+    value, name = reader.stack.pop(), reader.stack.pop()
+    _put(reader.stack[-1], [name], [value])
+
+
+def _items(reader: Any) -> None:
+    """Put values under their names."""
+    found = reader.pop_mark()
+    _put(reader.stack[-1], found[::2], found[1::2])
+
+
+def _attributes(reader: Any) -> None:
+    """Drop attributes, in which a module keeps the version of its class."""
+    reader.stack.pop()
+
+
+def _put(into: dict[str, object], names: Sequence[str], values: Sequence[object]) -> None:
+    # A tuple of tuples takes for ever to hash, or all of the stack.
+    if not all(isinstance(name, str) for name in names):
+        raise pickle.UnpicklingError("a key is no text")
+    into.update(zip(names, values, strict=True))
+
+
+class _Reader(pickle._Unpickler):
+    """Unpickles descriptions of tensors, and nothing else: the one in C hashes what it is given."""
+
+    dispatch = {
+        **{code: pickle._Unpickler.dispatch[code] for code in _CODES},
+        pickle.SETITEM[0]: _item,
+        pickle.SETITEMS[0]: _items,
+        pickle.BUILD[0]: _attributes,
+    }
 
     def find_class(self, module: str, name: str) -> Any:
         """What a pickle may name."""
         known = {
-            ("collections", "OrderedDict"): OrderedDict,
+            ("collections", "OrderedDict"): _nothing,
             ("torch._utils", "_rebuild_tensor_v2"): _tensor,
             ("torch._utils", "_rebuild_parameter"): _parameter,
         }
