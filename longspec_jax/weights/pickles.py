@@ -12,9 +12,9 @@ import math
 import pickle
 import struct
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -36,16 +36,9 @@ MOST_DESCRIPTION = 16 * 2**20
 """Bytes of the pickle. A tensor takes 150 to 250, and a file has some thousand."""
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 """Of an entry of a zip archive: its mark, and the lengths of its name and of what follows that."""
-_CODES = b"".join(
-    getattr(pickle, name)
-    for name in (
-        "PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT "
-        "BINUNICODE SHORT_BINUNICODE EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND "
-        "APPENDS EMPTY_DICT GLOBAL STACK_GLOBAL REDUCE BINPERSID BINPUT LONG_BINPUT MEMOIZE BINGET "
-        "LONG_BINGET"
-    ).split()
-)
-"""Operations of a pickle that torch.save writes; no other is carried out."""
+Act: TypeAlias = Callable[[pickle.Unpickler], None]
+_HASHED = pickle.DICT + pickle.EMPTY_SET + pickle.ADDITEMS + pickle.FROZENSET
+"""Operations that hash whatever they are given; torch.save writes none of them."""
 
 
 class Storage(NamedTuple):
@@ -159,38 +152,27 @@ def _parameter(tensor: object, *_: object) -> Any:
     return tensor
 
 
-def _item(reader: Any) -> None:
-    """Put a value under its name."""
-    value, name = reader.stack.pop(), reader.stack.pop()
-    _put(reader.stack[-1], [name], [value])
-
-
-def _items(reader: Any) -> None:
-    """Put values under their names."""
-    found = reader.pop_mark()
-    _put(reader.stack[-1], found[::2], found[1::2])
-
-
-def _attributes(reader: Any) -> None:
-    """Drop attributes, in which a module keeps the version of its class."""
-    reader.stack.pop()
-
-
-def _put(into: dict[str, object], names: Sequence[str], values: Sequence[object]) -> None:
-    # A tuple of tuples takes for ever to hash, or all of the stack.
-    if not all(isinstance(name, str) for name in names):
-        raise pickle.UnpicklingError("a key is no text")
-    into.update(zip(names, values, strict=True))
-
-
 class _Reader(pickle._Unpickler):
-    """Unpickles descriptions of tensors, and nothing else: the one in C hashes what it is given."""
+    """Unpickles descriptions of tensors, and nothing else."""
+
+    stack: list[Any]
+
+    def _set(self, found: list[Any]) -> None:
+        """Put values under their names: a key of nested tuples may take for ever to hash."""
+        if not all(isinstance(name, str) for name in found[::2]):
+            raise pickle.UnpicklingError("a key is no text")
+        self.stack[-1].update(zip(found[::2], found[1::2], strict=True))
+
+    def _set_one(self) -> None:
+        value, name = self.stack.pop(), self.stack.pop()
+        self._set([name, value])
 
     dispatch = {
-        **{code: pickle._Unpickler.dispatch[code] for code in _CODES},
-        pickle.SETITEM[0]: _item,
-        pickle.SETITEMS[0]: _items,
-        pickle.BUILD[0]: _attributes,
+        **{code: act for code, act in pickle._Unpickler.dispatch.items() if code not in _HASHED},
+        pickle.SETITEM[0]: cast(Act, _set_one),
+        pickle.SETITEMS[0]: cast(Act, lambda self: self._set(self.pop_mark())),
+        # Attributes, such as the version of a module's class, are dropped.
+        pickle.BUILD[0]: cast(Act, lambda self: self.stack.pop()),
     }
 
     def find_class(self, module: str, name: str) -> Any:
