@@ -6,6 +6,7 @@ checksum of every row, written when the shard is there; so a writer that was kil
 its last whole shard. ``features.json`` says of what target, data and kind the folder is.
 """
 
+import contextlib
 import json
 import math
 import zlib
@@ -13,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -43,6 +45,19 @@ def _dtype(name: str) -> np.dtype:
     import ml_dtypes
 
     return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+def _described(file: Path, *keys: str) -> dict[str, Any]:
+    """What a file beside the features says.
+
+    Raises:
+      ValueError: if it is damaged.
+    """
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(file.read_bytes())
+        if isinstance(found, dict) and {*keys} <= found.keys():
+            return found
+    raise ValueError(f"{file} is damaged; delete this file and {AGAIN}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,8 +137,8 @@ class Features:
         first = self._starts[shard * self.shard_rows]
         at, size = int(self._starts[row] - first), int(self._starts[row + 1] - self._starts[row])
         content = np.fromfile(binary, np.uint8, size, offset=at)
-        checksum = json.loads(about.read_bytes())["crc32"][row % self.shard_rows]
-        if len(content) != size or zlib.crc32(content.tobytes()) != checksum:
+        checksums = _described(about, "crc32")["crc32"][row % self.shard_rows :]
+        if len(content) != size or [zlib.crc32(content.tobytes())] != checksums[:1]:
             raise ValueError(f"{binary}: row {row} is damaged; delete this file and {AGAIN}")
         return content.reshape(-1, self.token_bytes)
 
@@ -164,7 +179,7 @@ def create(
     described = {"about": about, "parts": layout, "shard_rows": shard_rows}
     file = folder / "features.json"
     if file.is_file():
-        saved = json.loads(file.read_bytes())
+        saved = _described(file, *described)
         changes = differences({**saved["about"], **saved}, {**about, **described})
         if changes:
             raise ValueError(f"{folder} has features of something else: {changes}; choose another")
@@ -191,7 +206,7 @@ def open_features(folder: Path, about: Fingerprint, lengths: np.ndarray) -> Feat
             f"{folder} has no features; python -m train.prepare with the same configuration stores "
             "them, and --config.features.folder='' trains without"
         )
-    saved = json.loads(file.read_bytes())
+    saved = _described(file, "about", "parts", "shard_rows")
     if changes := differences(saved["about"], about):
         raise ValueError(
             f"{folder} has features of something else: {changes}; restore what changed, or choose "

@@ -76,7 +76,7 @@ def train(config: RunConfig, workdir: Path) -> None:
     run = open_run(config, workdir)
     others = files.alone(workdir, "--workdir") if jax.process_index() == 0 else nullcontext()
     with others:
-        if config.pretraining is not None and not Path(run.target_source, "config.json").is_file():
+        if config.pretraining is not None:
             pretrain(run, config.pretraining)
         if config.stages:
             train_draft(run)
@@ -186,7 +186,11 @@ def _checkpoints(plan: PlannedStage) -> Path:
 
 
 def pretrain(run: TrainingRun, config: PretrainingConfig) -> None:
-    """Train the target from scratch and save it, its tokenizer beside it."""
+    """Train the target from scratch and save it, its tokenizer beside it.
+
+    Raises:
+      ValueError: if it was trained before, by another run.
+    """
     shape = dataclasses.replace(config.shape, dtype=run.config.dtype)
     tokenizer = load_tokenizer(run.workdir / "tokenizer")
     if len(tokenizer) > shape.vocab_size:
@@ -200,6 +204,8 @@ def pretrain(run: TrainingRun, config: PretrainingConfig) -> None:
         identity = run.config.identity(stage, shape)
         plans.append(plan_stage(run, stage, "target", shape.vocab_size, identity))
     settle(run, plans)
+    if Path(run.target_source, "config.json").is_file():
+        return
     objective = TargetObjective(shape, run.config.loss_chunk or tokens_at_once(shape.vocab_size))
     params = None
     for plan in plans:

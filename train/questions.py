@@ -65,7 +65,7 @@ def _command(argv: Sequence[str] | None) -> int:
     data = DataConfig.whole(arguments)
     out = files.writable(files.expanded(arguments.out), arguments.out, of_results=False)
     check_no_input(out, data.files)
-    turns = Documents(data, BadRows(0, "no option"))
+    turns = Documents(data, BadRows(0, ""))
     texts = [turn.content for row in turns for turn in row if not turn.role]
     rows = questions(texts, arguments.count, arguments.seed)
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

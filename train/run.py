@@ -47,7 +47,8 @@ def _train(arguments: "Arguments") -> int:
     from . import processes
 
     flags.FLAGS.mark_as_parsed()  # Orbax declares flags that this command does not parse.
-    logging.set_verbosity(logging.WARNING)  # Orbax logs every step of every save.
+    # Orbax logs every step of every save, and what it raises with a traceback of its own.
+    logging.set_verbosity(logging.FATAL)
     for extra in arguments.config.log.extras:
         if (missing := missing_packages(extra)) is not None:
             raise ValueError(missing)

@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> Iterator[str]:
     config = target_config(read_config(target), "float32")
     folder, vocab_size = _draft_folder(arguments.draft, config), config.vocab_size
     tokenizer = load_tokenizer(target)
-    texts = Documents(DataConfig.whole(arguments), BadRows(0)).texts()
+    texts = Documents(DataConfig.whole(arguments), BadRows(0, "")).texts()
     counts, documents = count_tokens(texts, tokenizer, vocab_size)
     always = {*tokenizer.all_special_ids, *load_stop_tokens(target)}
     table = most_frequent(counts, arguments.size, sorted(always))

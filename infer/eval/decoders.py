@@ -8,6 +8,7 @@ import jax
 from longspec_jax import GenerateResult, LongSpec, TreeConfig
 from longspec_jax.cli import as_options
 from longspec_jax.config.sampling import GenerateOptions
+from longspec_jax.drafters.joined import JoinedDraft
 from longspec_jax.generation.activity import OnActivity
 
 from .config import EvalConfig
@@ -65,7 +66,8 @@ def ready_decoders(config: EvalConfig, spec: LongSpec) -> list[Decoder]:
             None if tree is None else tree.num_nodes,
             as_options(config.models.draft_option) if has_options else {},
         )
-        own = replace(spec, draft=draft)
+        members = draft.members if isinstance(draft, JoinedDraft) else draft
+        own = replace(spec, draft=members)
         if method.attention is not None:
             # Attention that reads every slot of a cache gets no more slots than it needs.
             own = replace(own, attention=method.attention, expected_tokens=0)

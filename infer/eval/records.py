@@ -191,6 +191,8 @@ class Header:
     """Of the figures, by their names."""
     continued: tuple[Free, ...] = ()
     """Provenance of every later start."""
+    contents: Free = dataclasses.field(default_factory=dict)
+    """Digests of what lay under the names at the beginning: prompts, target and drafts."""
 
 
 def acceptance_length(records: Iterable[SampleRecord]) -> float:
@@ -316,11 +318,15 @@ def write_header(folder: Path, header: Header) -> None:
 def differences(one: Header, other: Header) -> list[str]:
     """The options that differ, so that the second run cannot continue the first, in words."""
     left, right = (_compared(header) for header in (one, other))
-    return [
+    named = [
         f"{name}: {left.get(name)} there, {right.get(name)} now"
         for name in dict.fromkeys([*left, *right])
         if left.get(name) != right.get(name)
     ]
+    # Those of older versions have none.
+    kept = [name for name in other.contents if name in one.contents]
+    changed = [name for name in kept if one.contents[name] != other.contents[name]]
+    return named + [f"{name}: changed under the same name" for name in changed]
 
 
 def _compared(header: Header) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """The run: every method over every sample at every temperature, each result written at once."""
 
 import contextlib
+import hashlib
+import json
 import sys
 import threading
 from collections.abc import Iterable, Sequence
@@ -12,6 +14,7 @@ from longspec_jax import LongSpec, cli, files
 from longspec_jax.cli import counted
 from longspec_jax.config.sampling import GenerateOptions
 from longspec_jax.generation.activity import Activity
+from longspec_jax.generation.call import weights_digest
 from longspec_jax.generation.comparison import first_difference
 from longspec_jax.generation.result import ACCEPTANCE_DEFINITION
 from longspec_jax.ops.hardware import has_kernels
@@ -113,7 +116,7 @@ class Evaluation:
         tasks = [prepare(name, config, given) for name in config.tasks]
         spec = expecting(tasks, spec)
         decoders = ready_decoders(config, spec)
-        header = _header(config, spec, decoders)
+        header = replace(_header(config, spec, decoders), contents=_contents(spec, tasks))
         if before is not None:
             self._check_same(before, header)
             again = (*before.header.continued, header.provenance)
@@ -330,6 +333,14 @@ def expecting(tasks: Sequence[PreparedTask], spec: LongSpec) -> LongSpec:
         return spec
     sizes = (len(each.tokens) + each.new_tokens for task in tasks for each in task.prompts)
     return replace(spec, expected_tokens=max(sizes, default=0))
+
+
+def _contents(spec: LongSpec, tasks: Sequence[PreparedTask]) -> dict[str, str]:
+    """Digests of prompts and models: files are edited, and drafts trained on in their folder."""
+    rows = [[each.name, prompt.sample, prompt.tokens] for each in tasks for prompt in each.prompts]
+    prompts = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+    drafts = {f"draft {draft.name}": weights_digest(draft.own_params) for draft in spec.drafts}
+    return {"prompts": prompts, "target": weights_digest(spec.target_params), **drafts}
 
 
 def _header(config: EvalConfig, spec: LongSpec, decoders: Sequence[Decoder]) -> Header:

@@ -14,7 +14,8 @@ from typing import cast
 from longspec_jax.extras import missing_packages
 
 BOXED = re.compile(r"\\boxed\s*\{\s*([^{}]*?)\s*\}")
-INTEGER = re.compile(r"[+-]?\d+")
+INTEGER = re.compile(r"\+?(-?)0*(\d+)")
+"""Sign and digits: of an endless answer's digits Python makes no number."""
 
 
 def score(metric: str, text: str, references: Sequence[str]) -> float:
@@ -52,7 +53,7 @@ def exact_match(text: str, reference: str) -> float:
     boxed = BOXED.findall(text)
     found = INTEGER.findall((boxed[-1] if boxed else text).replace(",", ""))
     wanted = INTEGER.findall(reference)
-    return float(bool(found) and bool(wanted) and int(found[-1]) == int(wanted[-1]))
+    return float(bool(found) and bool(wanted) and found[-1] == wanted[-1])
 
 
 def found(text: str, reference: str) -> float:

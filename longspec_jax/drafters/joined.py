@@ -173,9 +173,9 @@ class JoinedDraft(Draft):
         first, *others = (model.default_trees for model in models)
 
         def joined(name: str, least: int) -> tuple[TreeConfig, ...]:
-            deepest = min(
-                [MAX_TREE_LEVELS, *(getattr(each, name)[0].num_levels for each in others)]
-            )
+            # A kind may have no trees of its own for a use.
+            theirs = (tree for each in others for tree in getattr(each, name)[:1])
+            deepest = min([MAX_TREE_LEVELS, *(tree.num_levels for tree in theirs)])
             found = []
             for tree in getattr(first, name):
                 nodes = max(tree.num_nodes, least) if joins else tree.budget

@@ -192,7 +192,7 @@ class Plan:
             "target": repr(self.target),
             "drafters": [repr(drafter) for drafter in self.drafters],
             **_quantised(self.params.target),
-            "draft": _fingerprint(self.params.draft),
+            "draft": weights_digest(self.params.draft),
             "rows": 1 << (self.slots - 1).bit_length(),
             "context": 1 << max(9, (self.longest - 1).bit_length()),
             "sampling": self.kind.name,
@@ -329,10 +329,10 @@ def _quantised(target: PyTree) -> dict[str, Any]:
     return {"weights": labels} if labels else {}
 
 
-def _fingerprint(draft: PyTree) -> str:
-    """A hash of a draft's small arrays, which no two trained drafts share, and of all shapes."""
+def weights_digest(params: PyTree) -> str:
+    """A hash of a model's small arrays, which no two that were trained share, and of all shapes."""
     digest = hashlib.sha256()
-    for path, leaf in jax.tree_util.tree_flatten_with_path(draft)[0]:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         digest.update(f"{path}{leaf.shape}{leaf.dtype}".encode())
         if leaf.ndim == 1:
             digest.update(np.asarray(leaf).tobytes())

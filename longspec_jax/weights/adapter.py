@@ -22,7 +22,7 @@ import numpy as np
 
 from longspec_jax.checks import nearest, shown
 from longspec_jax.weights.checkpoint import LM_HEAD, Index, Tensor, Tensors, open_tensors
-from longspec_jax.weights.json_files import JsonObject, read_json
+from longspec_jax.weights.json_files import JsonObject, checked_pattern, read_json
 
 CONFIG = "adapter_config.json"
 FILES = "adapter_model.safetensors", "adapter_model.bin"
@@ -217,13 +217,13 @@ def _read(folder: Path, stack: ExitStack) -> _Adapter:
 
 def _of_pattern(config: JsonObject, patterns: str, usual: str, names: Sequence[str]) -> float:
     """A number for a module: that of the first pattern that its name matches, else the usual."""
-    for pattern in config.part(patterns).values:
+    for key in config.part(patterns).values:
         try:
-            matches = any(re.match(rf"(.*\.)?({pattern})$", name) for name in names)
+            matches = any(re.match(rf"(.*\.)?({checked_pattern(key)})$", name) for name in names)
         except re.error as error:
-            raise config.error(patterns, f"has the key {pattern!r}: {error}") from None
+            raise config.error(patterns, f"has the key {key!r}: {error}") from None
         if matches:
-            return config.part(patterns).number(pattern, least=1e-6)
+            return config.part(patterns).number(key, least=1e-6)
     return config.number(usual, 8, least=1e-6)
 
 

@@ -7,6 +7,7 @@ the same, as in transformers. A configuration's fields have their rules where th
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ Keys: TypeAlias = Mapping[str, str | tuple[str, object]]
 
 REMEDY = "use the file that was saved with the weights, or correct it"
 _AGAIN = "correct what was changed in it, or download it again"
+MOST_REPEATS = 6
 QUANTISATION = "quantization_config", "compression_config"
 """Where a ``config.json`` has its quantisation; compressed-tensors before 0.6 wrote the second."""
 
@@ -178,6 +180,22 @@ def as_raw(config: object, keys: Keys) -> dict[str, Any]:
     """The inverse of :meth:`JsonObject.fields`: a file's keys, with a configuration's values."""
     values = {key: getattr(config, name) for name, key in zip(keys, keys_of(keys), strict=True)}
     return {key: list(one) if isinstance(one, tuple) else one for key, one in values.items()}
+
+
+def checked_pattern(text: str) -> str:
+    """A regular expression of a file, if names can be matched to it in little time.
+
+    Raises:
+      re.error: if it repeats a group, or too many parts: a match may then take for ever.
+    """
+    plain = re.sub(r"\\.", ".", text, flags=re.DOTALL)
+    repeats = len(re.findall(r"[*+?{]", plain.replace("(?", "")))
+    # With the flag x a space may be between a group and what repeats it.
+    if repeats > MOST_REPEATS or re.search(r"\)[*+{]|\(\?[a-zL]*x", plain):
+        raise re.error(
+            f"a match may take for ever: no group may repeat, nor more than {MOST_REPEATS} parts"
+        )
+    return text
 
 
 def read_json(path: Path) -> JsonObject:

@@ -10,13 +10,11 @@ it is read. The pickle itself is bounded, and refused if it is compressed, which
 import io
 import math
 import pickle
-import pickletools
 import struct
 import zipfile
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -38,6 +36,9 @@ MOST_DESCRIPTION = 16 * 2**20
 """Bytes of the pickle. A tensor takes 150 to 250, and a file has some thousand."""
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 """Of an entry of a zip archive: its mark, and the lengths of its name and of what follows that."""
+Act: TypeAlias = Callable[[pickle.Unpickler], None]
+_HASHED = pickle.DICT + pickle.EMPTY_SET + pickle.ADDITEMS + pickle.FROZENSET
+"""Operations that hash whatever they are given; torch.save writes none of them."""
 
 
 class Storage(NamedTuple):
@@ -78,7 +79,7 @@ class TensorFile:
                 order = f"{self._folder}byteorder"
                 if order in self._entries and self._whole(archive, order) != b"little":
                     raise pickle.UnpicklingError("its numbers are big-endian")
-                self.content: object = _read(self._whole(archive, name))
+                self.content: object = _Reader(io.BytesIO(self._whole(archive, name))).load()
         except pickle.UnpicklingError:
             raise
         except Exception as error:  # Of damaged bytes a pickle raises anything.
@@ -131,15 +132,6 @@ class TensorFile:
         return np.memmap(self._path, dtype, "r", start, (storage.numbers,))
 
 
-def _read(described: bytes) -> Any:
-    """What a pickle describes."""
-    for operation, place, _ in pickletools.genops(described):
-        # The unpickler makes a table of as many places as the largest number says.
-        if operation.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(place or 0) > len(described):
-            raise pickle.UnpicklingError(f"it keeps {place} values, more than it has bytes")
-    return _Reader(io.BytesIO(described)).load()
-
-
 def _tensor(
     storage: object, offset: int, size: Sequence[int], stride: Sequence[int], *_: object
 ) -> StoredTensor:
@@ -150,18 +142,43 @@ def _tensor(
     return StoredTensor(storage, offset, tuple(size), tuple(stride))
 
 
+def _nothing() -> dict[str, object]:
+    """An empty dictionary; its entries follow."""
+    return {}
+
+
 def _parameter(tensor: object, *_: object) -> Any:
     """What torch makes a parameter of: a tensor that wants gradients."""
     return tensor
 
 
-class _Reader(pickle.Unpickler):
+class _Reader(pickle._Unpickler):
     """Unpickles descriptions of tensors, and nothing else."""
+
+    stack: list[Any]
+
+    def _set(self, found: list[Any]) -> None:
+        """Put values under their names: a key of nested tuples may take for ever to hash."""
+        if not all(isinstance(name, str) for name in found[::2]):
+            raise pickle.UnpicklingError("a key is no text")
+        self.stack[-1].update(zip(found[::2], found[1::2], strict=True))
+
+    def _set_one(self) -> None:
+        value, name = self.stack.pop(), self.stack.pop()
+        self._set([name, value])
+
+    dispatch = {
+        **{code: act for code, act in pickle._Unpickler.dispatch.items() if code not in _HASHED},
+        pickle.SETITEM[0]: cast(Act, _set_one),
+        pickle.SETITEMS[0]: cast(Act, lambda self: self._set(self.pop_mark())),
+        # Attributes, such as the version of a module's class, are dropped.
+        pickle.BUILD[0]: cast(Act, lambda self: self.stack.pop()),
+    }
 
     def find_class(self, module: str, name: str) -> Any:
         """What a pickle may name."""
         known = {
-            ("collections", "OrderedDict"): OrderedDict,
+            ("collections", "OrderedDict"): _nothing,
             ("torch._utils", "_rebuild_tensor_v2"): _tensor,
             ("torch._utils", "_rebuild_parameter"): _parameter,
         }

@@ -54,6 +54,12 @@ def test_the_demo_from_nothing(tmp_path: Path) -> None:
     again = load_target(tmp_path / "target")[1]
     assert all(map(np.array_equal, jax.tree.leaves(params), jax.tree.leaves(again)))
 
+    # Another target is not what was asked for.
+    values = demo.get_config("tiny")
+    values.pretraining.shape.num_layers = 3
+    with pytest.raises(ValueError, match=r"target_short/3 is of another run: .*num_layers=3 \(was"):
+        pipeline.train(from_config(values.to_dict()), tmp_path)
+
     # Another text in the place of the one before has tokens of its own.
     held = tmp_path / "corpus" / "heldout.jsonl"
     where = tmp_path / "corpus", "heldout", tmp_path / "tokenizer"

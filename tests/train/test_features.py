@@ -1,6 +1,7 @@
 """Stored features give the losses of the target's own forward; damage and mixing are refused."""
 
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.kit import random_target, tiny_target_config
+from tests.kit import each_row, random_target, tiny_target_config
 from tests.train.tiny import (
     ROOT,
     assert_learns_of_stored_features,
@@ -154,6 +155,19 @@ def test_parts_are_read_as_they_were_computed(tmp_path: Path) -> None:
         wanted = np.array(wanted)[::-1, :9]
         wanted[0, 7:] = 0
         np.testing.assert_array_equal(one, wanted)
+
+
+DAMAGED = "{", "[]", '{"crc32": []}'
+
+
+@each_row("name, content", product(["features.json", "00000.json"], DAMAGED))
+def test_a_damaged_description_is_named(name: str, content: str, tmp_path: Path) -> None:
+    parts = [features.Part("hidden", "float32", (2,))]
+    made = features.create(tmp_path, {}, parts, np.array([1, 1]), together=2, longest=1)
+    made.write(0, [{"hidden": np.zeros((1, 2), np.float32)}] * 2)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=r"is damaged; delete this file and run the same"):
+        features.open_features(tmp_path, {}, made.lengths).read([1], 1)
 
 
 def layout_of(parts: Any) -> list[features.Part]:

@@ -55,6 +55,9 @@ def test_texts_that_are_too_short_are_refused(
     assert "no document has 400 characters" in capsys.readouterr().err
     assert questions.main([f"--files={data}", f"--out={data}"]) == cli.BAD_INPUT
     assert "is one of the --files" in capsys.readouterr().err
+    data.write_text("5")
+    assert questions.main([f"--files={data}", f"--out={out}"]) == cli.BAD_INPUT
+    assert capsys.readouterr().err.endswith("repair or remove the row\n")
 
 
 @each_row(

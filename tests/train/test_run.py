@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from absl import logging
 
 from longspec_jax import cli, files
 from longspec_jax.drafters.checkpoints.longspec import load_draft
@@ -242,6 +243,23 @@ def test_a_working_folder_that_cannot_be(tmp_path: Path, refused: Refused) -> No
     workdir = f"--workdir={tmp_path / 'file'}"
     words = "cannot be the folder of a run (File exists); name another"
     assert f"{workdir} {words}" in refused(f"--config={ROOT / 'configs' / 'demo.py'}", workdir)
+
+
+def test_what_orbax_logs_of_an_error_that_it_raises_is_not_printed(
+    tmp_path: Path,
+    refused: Refused,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Of a full disk it logs a traceback from a thread of its own."""
+
+    def full(*_: object) -> None:
+        logging.error("Traceback")
+        raise ValueError("one sentence")
+
+    monkeypatch.setattr(pipeline, "open_run", full)
+    said = refused(f"--config={ROOT / 'configs' / 'demo.py'}", f"--workdir={tmp_path}")
+    assert said == "error: one sentence" and "absl" not in {each.name for each in caplog.records}
 
 
 def test_a_run_that_another_process_writes_is_refused(

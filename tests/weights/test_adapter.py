@@ -262,6 +262,8 @@ def same(tensors: Arrays) -> Arrays:
         (same, {"kasa_config": {"a": 1}}, "kasa_config={'a': 1} is an option of PEFT that is not"),
         (same, {"r": 4}, "q_proj has the rank 3 and the file says 4"),
         (same, {"alpha_pattern": {"(": 1}}, "alpha_pattern={'(': 1} has the key '('"),
+        (same, {"alpha_pattern": {r"(q\\)+_proj": 1}}, "a match may take for ever"),
+        (same, {"rank_pattern": {"(?x) (q) +_proj": 1}}, "no group may repeat"),
         (same, {"lora_alpha": -1}, "lora_alpha"),
         (without_b, {}, "lora_A.weight is there without its lora_B"),
         (renamed(q_proj="q_porj"), {}, "2 of 2 tensors belong to nothing of the target, the first"),

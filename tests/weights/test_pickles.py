@@ -74,7 +74,11 @@ DESCRIPTIONS = {
     "compressed": (bytes(2**24), zipfile.ZIP_DEFLATED),
     "large": (bytes(MOST_DESCRIPTION + 1), zipfile.ZIP_STORED),
     # Memory for 2^32 places, asked for by eight bytes.
-    "many places": (b"\x80\x02}r\xff\xff\xff\x7f.", zipfile.ZIP_STORED),
+    "many places": (b"\x80\x02K\x01r\xff\xff\xff\x7f.", zipfile.ZIP_STORED),
+    # Keys that every four bytes more take twice as long to hash, and every byte more stack.
+    "twice": (b"\x80\x02}(K\x01" + b"q\x01h\x01\x86" * 24 + b"K\x01u.", zipfile.ZIP_STORED),
+    "deep": (b"\x80\x02}K\x01" + b"\x85" * 20_000 + b"K\x01s.", zipfile.ZIP_STORED),
+    "other codes": (pickle.dumps({"a": {1}}, protocol=4), zipfile.ZIP_STORED),
 }
 """Bytes in place of the pickle, and how they are stored."""
 
@@ -98,7 +102,10 @@ def test_what_is_no_tensor_is_refused(
         "no pickle": "is damaged",
         "compressed": "data.pkl is compressed, which torch.save never does",
         "large": "data.pkl has 16777217 bytes and may have 16777216",
-        "many places": "it keeps 2147483647 values, more than it has bytes",
+        "many places": "holds a value of type int",
+        "twice": "a key is no text",
+        "deep": "a key is no text",
+        "other codes": "KeyError: 143",
         "other object": "it names torch.device, which is no tensor",
     }
     with ExitStack() as stack, pytest.raises(ValueError, match=words[kind]):

@@ -18,16 +18,32 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
+from longspec_jax.weights.json_files import read_json
+
 from ..config import CorpusConfig
-from ..fingerprint import content_digest, fingerprint, tokenizer_digest
-from .tokens import BOS, EOS, PAD, encode_documents, load_tokenizer, train_tokenizer, write_tokens
+from ..fingerprint import content_digest, differences, fingerprint, tokenizer_digest
+from .tokens import (
+    BOS,
+    EOS,
+    PAD,
+    ModelTokenizer,
+    encode_documents,
+    load_tokenizer,
+    train_tokenizer,
+    write_tokens,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 FORM = 1
 """Of how texts become tokens; another one makes older files unknown."""
+SETTINGS, COUNTED = "settings.json", ("held_out", "max_bytes", "max_distribution_bytes")
+"""The file of what the texts depend on, and its names."""
 
 PERMISSIVE = re.compile(
     r"^(MIT(-0|-CMU)?|0?BSD.*|Apache-2\.0|Apache.*2(\.0)?.*|ISC(L)?|PSF-2\.0|Python-2\.0(\.1)?|Zlib"
@@ -97,21 +113,23 @@ def prepare_corpus(
 
     Returns:
       The token files: to train on, and held out.
+
+    Raises:
+      ValueError: if what exists is of another tokenizer or other settings.
     """
     folder, own = config.place(workdir), workdir / "tokenizer"
-    if config.tokenizer and not own.is_dir():
+    has_tokenizer = target.is_file() or (target / "tokenizer.json").is_file()
+    if given := config.tokenizer or (target if has_tokenizer else None):
         # Before the corpus, which takes minutes: a tokenizer that is missing is reported at once.
-        load_tokenizer(config.tokenizer).save_pretrained(own)
-    if not (folder / "sources.json").is_file():
+        _take(given, own)
+    if (folder / "sources.json").is_file():
+        _check_settings(config, folder)
+    else:
         build_corpus(config, folder)
         shutil.copy(folder / "sources.json", workdir / "sources.json")
     if not own.is_dir():
-        if target.is_file() or (target / "tokenizer.json").is_file():
-            tokenizer = load_tokenizer(target)
-        else:
-            texts = _sample(folder / "train.jsonl", config.tokenizer_bytes)
-            tokenizer = train_tokenizer(texts, config.vocab_size)
-        tokenizer.save_pretrained(own)
+        texts = _sample(folder / "train.jsonl", config.tokenizer_bytes)
+        _save(train_tokenizer(texts, config.vocab_size), own)
     train, heldout = (tokens_file(folder, name, own) for name in ("train", "heldout"))
     for name, path in (("heldout", heldout), ("train", train)):
         if not path.is_file():
@@ -123,6 +141,42 @@ def prepare_corpus(
     return train, heldout
 
 
+def _take(given: str | Path, own: Path) -> None:
+    """Make a tokenizer the run's own, or refuse the run's own if it is another."""
+    tokenizer = load_tokenizer(given)
+    if not own.is_dir():
+        _save(tokenizer, own)
+    elif tokenizer.get_vocab() != load_tokenizer(own).get_vocab():
+        raise ValueError(
+            f"{own} is another tokenizer than that of {given}, whose tokens would mean nothing to "
+            "the target; name another --workdir"
+        )
+
+
+def _settings(config: CorpusConfig) -> dict[str, Any]:
+    """What the texts depend on."""
+    return {name: getattr(config, name) for name in COUNTED}
+
+
+def _check_settings(config: CorpusConfig, folder: Path) -> None:
+    """Refuse a corpus that was gathered with other settings."""
+    file = folder / SETTINGS
+    if not file.is_file():  # Of an older version.
+        return
+    if changes := differences(read_json(file).values, _settings(config)):
+        raise ValueError(
+            f"the texts in {folder} were gathered with other settings: {changes}; repeat them, or "
+            "name another --workdir or --config.data.corpus.folder"
+        )
+
+
+def _save(tokenizer: "ModelTokenizer | PreTrainedTokenizerFast", folder: Path) -> None:
+    """Save a tokenizer into a new folder, which is there when all of it is."""
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    tokenizer.save_pretrained(unfinished)
+    unfinished.rename(folder)
+
+
 def _sample(path: Path, size: int) -> Iterator[str]:
     """Texts of a corpus file, evenly spread, of about this many bytes in all."""
     every = max(1, path.stat().st_size // max(1, size))
@@ -130,7 +184,7 @@ def _sample(path: Path, size: int) -> Iterator[str]:
 
 
 def build_corpus(config: CorpusConfig, folder: Path) -> None:
-    """Write ``train.jsonl``, ``heldout.jsonl`` and ``sources.json`` into a folder."""
+    """Write the texts, the settings and, when all is there, ``sources.json`` into a folder."""
     origins = installed_origins()
     held = [o for o in origins if o.name in config.held_out]
     if not held:
@@ -159,6 +213,7 @@ def build_corpus(config: CorpusConfig, folder: Path) -> None:
             sources += written
     if not total:
         raise ValueError("no permissively licensed source code is installed; install some packages")
+    (folder / SETTINGS).write_text(json.dumps(_settings(config), indent=1) + "\n")
     listing = [asdict(source) for source in sources]
     (folder / "sources.json").write_text(json.dumps(listing, indent=1) + "\n")
 
@@ -178,10 +233,20 @@ def tokens_file(folder: Path, part: str, tokenizer: Path) -> Path:
 
 
 def read_texts(path: Path) -> Iterator[str]:
-    """The texts of a JSON-lines file of documents."""
+    """The texts of a JSON-lines file of documents.
+
+    Raises:
+      ValueError: if the file is damaged.
+    """
     with path.open() as file:
         for line in file:
-            yield json.loads(line)["text"]
+            try:
+                text = json.loads(line)["text"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{path} is damaged; remove {path.parent}, and the same command makes it anew"
+                ) from error
+            yield text
 
 
 def installed_origins() -> list[_Origin]:

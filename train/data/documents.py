@@ -175,7 +175,7 @@ def to_turns(row: Fields, formats: Mapping[frozenset[str], Format] = FORMATS) ->
 class BadRows:
     """Counts the rows that cannot be used, and refuses the first one beyond its budget.
 
-    ``option`` is what is typed to raise the budget.
+    ``option`` is what is typed to raise the budget; empty where there is nothing to type.
     """
 
     def __init__(self, budget: int, option: str = "--config.data.max_bad_rows"):
@@ -197,10 +197,8 @@ class BadRows:
                 f"more rows than {self._option}={self._budget} cannot be used, the "
                 f"first is {self.first}; repair or remove them, or raise the number"
             )
-        raise ValueError(
-            f"{self.first}; repair or remove the row, or skip a number of them with "
-            f"{self._option}=NUMBER"
-        )
+        skip = f", or skip a number of them with {self._option}=NUMBER" if self._option else ""
+        raise ValueError(f"{self.first}; repair or remove the row{skip}")
 
     def summary(self) -> str:
         """How many were skipped and which was the first; empty if there was none."""

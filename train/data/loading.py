@@ -7,6 +7,7 @@ training reads those. With the option ``stream`` hub data need no place on this 
 nothing of them is kept but the tokens.
 """
 
+import codecs
 import contextlib
 import glob
 import importlib
@@ -99,10 +100,10 @@ def _readable(name: str) -> Iterator[None]:
 def _unreadable() -> tuple[type[Exception], ...]:
     """What data that cannot be read raise; ``datasets`` is not needed to read files."""
     if importlib.util.find_spec("datasets") is None:
-        return OSError, ValueError
+        return OSError, ValueError, RecursionError
     from datasets.exceptions import DatasetsError
 
-    return OSError, ValueError, DatasetsError
+    return OSError, ValueError, RecursionError, DatasetsError
 
 
 def _installed(name: str) -> Any:
@@ -188,7 +189,8 @@ def _json_rows(file: Iterable[bytes]) -> Iterator[tuple[int, Any]]:
     """The items of a JSON array, which is held whole, or the lines of a file that holds none."""
     lines = _lines(file)
     first = list(itertools.islice(lines, 1))
-    if first and first[0][1].lstrip().startswith(b"["):
+    # Editors of Windows write a byte order mark.
+    if first and first[0][1].removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
         return enumerate(json.loads(first[0][1] + b"".join(line for _, line in lines)), 1)
     return itertools.chain(first, lines)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -38,6 +38,10 @@ if TYPE_CHECKING:
 
         def __len__(self) -> int:
             """All tokens, those added later too."""
+            ...
+
+        def get_vocab(self) -> dict[str, int]:
+            """The ids of all tokens."""
             ...
 
         def save_pretrained(self, save_directory: Path | str) -> object:
@@ -111,7 +115,21 @@ def encode_texts(tokenizer: ModelTokenizer, texts: list[str]) -> Iterator[list[i
 
 def read_tokens(path: Path) -> np.ndarray:
     """A memory-mapped token file, as :func:`write_tokens` makes it."""
-    return np.load(path, mmap_mode="r")
+    return _array(path, path, "r")
+
+
+def _array(path: Path, made: Path, mode: Literal["r"] | None = None) -> np.ndarray:
+    """The array in a file, memory-mapped in the mode; ``made`` is made anew where it is missing.
+
+    Raises:
+      ValueError: if the file is damaged.
+    """
+    try:
+        return np.load(path, mode)
+    except (ValueError, EOFError) as error:
+        raise ValueError(
+            f"{path} is damaged; remove {made}, and the same command makes it anew"
+        ) from error
 
 
 def write_tokens(path: Path, parts: Iterator[np.ndarray], vocab_size: int) -> int:
@@ -182,8 +200,8 @@ class EncodedDocuments:
 def read_encoded(folder: Path) -> EncodedDocuments:
     """The documents of a folder."""
     return EncodedDocuments(
-        read_tokens(folder / "tokens.npy"),
-        *(np.load(folder / f"{name}.npy") for name in ("turn_ends", "speakers", "ends")),
+        _array(folder / "tokens.npy", folder, "r"),
+        *(_array(folder / f"{name}.npy", folder) for name in ("turn_ends", "speakers", "ends")),
         skipped=(folder / "skipped.txt").read_text(),
     )
 

@@ -50,6 +50,8 @@ def gguf_config(path: Path) -> JsonObject:
     raw: Raw = {"architectures": [architecture.name], "dtype": "float32"}
     alike = (key for key in KEYS if key not in architecture.by_layer and metadata.has(key))
     raw |= {KEYS[key]: _of_all_layers(metadata, key) for key in alike}
+    # As many as llama.cpp takes.
+    raw.setdefault("num_key_value_heads", raw.get("num_attention_heads"))
     raw |= _shapes(file, metadata)
     for key, value in architecture.only.items():
         metadata.only(key, value)

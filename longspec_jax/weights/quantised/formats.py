@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from longspec_jax.checks import shown
-from longspec_jax.weights.json_files import QUANTISATION, JsonObject
+from longspec_jax.weights.json_files import QUANTISATION, JsonObject, checked_pattern
 from longspec_jax.weights.quantised.stored import Awq, Bytes, Format, Gptq, Packed
 
 SUPPORTED = (
@@ -251,7 +251,7 @@ def _named(entries: Sequence[str], part: JsonObject) -> Matches:
 def _pattern(text: str, part: JsonObject) -> Matches:
     """Linears by a regular expression from the start of their names."""
     try:
-        compiled = re.compile(text)
+        compiled = re.compile(checked_pattern(text))
     except re.error as error:
         raise ValueError(f"{part.origin}: {shown(text)} is no pattern ({error})") from error
     return lambda name: compiled.match(name) is not None

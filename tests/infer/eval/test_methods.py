@@ -9,8 +9,10 @@ import pytest
 from infer.eval import __main__ as command
 from infer.eval.arguments import config_of, method_argument, parser
 from infer.eval.config import EvalConfig
+from infer.eval.decoders import ready_decoders
 from infer.eval.methods import METHODS, Chosen, with_drafts
 from infer.eval.records import by_round
+from longspec_jax import LongSpec
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.drafters.ngram import NgramDraft
 from longspec_jax.drafters.streaming import StreamingDraft
@@ -65,6 +67,17 @@ def test_methods_of_the_drafts_that_are_there() -> None:
 def test_drafters_of_one_kind_are_measured_apart() -> None:
     with pytest.raises(ValueError, match="two drafts are of the kind ngram"):
         names(drafts=[NgramDraft(), NgramDraft()])
+
+
+def test_every_method_decodes_with_the_tree_that_it_chooses() -> None:
+    """All drafts together, too, among them one that looks up and one without trees for batches."""
+    sources = ("demo", "streaming", "ngram")
+    typed = ["--task=demo", "--out=never", *(f"--draft={each}" for each in sources), "--method=all"]
+    spec = LongSpec.demo(draft=sources)
+    decoders = ready_decoders(config_of(typed), spec)
+    assert decoders[-2].name == "joined" and len(decoders[-2].spec.drafts) == len(sources)
+    for decoder in decoders:
+        decoder.spec.check([2, 3], tree=decoder.tree, adaptive=decoder.adaptive)
 
 
 def test_trees_of_the_methods() -> None:

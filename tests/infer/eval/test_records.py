@@ -148,3 +148,8 @@ def test_files_that_are_damaged_say_what_to_do(folder: Path) -> None:
 def test_another_run_is_told_by_its_options() -> None:
     other = dataclasses.replace(HEADER, batch=4, options={"samples": 3})
     assert differences(HEADER, other) == ["batch: 2 there, 4 now", "samples: 8 there, 3 now"]
+    of_older = dataclasses.replace(HEADER, contents={})
+    changed = dataclasses.replace(HEADER, contents={"prompts": "a", "draft longspec": "b"})
+    again = dataclasses.replace(HEADER, contents={"prompts": "a", "draft longspec": "c"})
+    assert not differences(of_older, changed)
+    assert differences(changed, again) == ["draft longspec: changed under the same name"]

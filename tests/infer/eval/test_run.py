@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from infer.eval import __main__ as command
 from infer.eval import run as run_lib
@@ -101,6 +102,19 @@ def test_a_killed_run_is_continued(options: list[str], tmp_path: Path, monkeypat
     assert command.main(greedy) == 0 and read(tmp_path).samples == run.samples
     assert command.main([*greedy, "--batch=3"]) == 2
     assert "holds a run with other options (batch: 1 there, 3 now)" in capsys.readouterr().err
+    # What lies under the same names is another draft, and other prompts.
+    data, draft = (Path(options[place].partition("=")[2]) for place in (1, 3))
+    weights = draft / "model.safetensors"
+    whole = {path: path.read_bytes() for path in (data, weights)}
+    data.write_bytes(whole[data].replace(b"ab", b"ba"))
+    save_file({name: values + 1 for name, values in load_file(weights).items()}, weights)
+    try:
+        assert command.main(greedy) == 2
+    finally:
+        for path, content in whole.items():
+            path.write_bytes(content)
+    said = capsys.readouterr().err
+    assert "prompts: changed under the same name; draft longspec: changed under the" in said
 
 
 def test_a_call_of_several_rows_that_was_kept_in_part_is_not_counted_twice(

@@ -47,6 +47,8 @@ def test_edit_similarity_is_python_levenshteins_ratio() -> None:
         ("no number", "42", 0.0),
         (r"\boxed{1,042}", "1042", 1.0),
         (r"\boxed{x} and 42", "42", 0.0),
+        ("so x = -42", "42", 0.0),
+        pytest.param("42" * 4000, "42", 0.0, id="an endless answer"),
     ],
 )
 def test_answers_of_aime(text: str, reference: str, expected: float) -> None:

@@ -1,6 +1,7 @@
 """The corpus of installed distributions: licences, cleaning, duplicates, held-out text."""
 
 import json
+from dataclasses import replace
 from email.message import Message
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from tests.kit import each_row
 from train.config import CorpusConfig
 from train.data import corpus
+from train.data.tokens import read_tokens, train_tokenizer
 
 
 def metadata(**fields: Any) -> Any:
@@ -113,6 +115,43 @@ def test_no_text_comes_twice_and_held_out_text_never_trains(
     assert sources[1]["bytes"] == len(texts[0].encode())
     with pytest.raises(ValueError, match="none of the held-out distributions"):
         corpus.build_corpus(CorpusConfig(("absent",), 300, 0, room, 9), tmp_path / "no")
+
+
+def test_what_is_there_is_used_if_it_is_of_the_same_settings_and_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origins = [origin(tmp_path, each, a=variant(f"{each}_name")) for each in ("held", "one")]
+    monkeypatch.setattr(corpus, "installed_origins", lambda: origins)
+    usual = CorpusConfig(("held",), 300)
+
+    def prepared(**changes: Any) -> tuple[Path, Path]:
+        config = replace(usual, **changes)
+        return corpus.prepare_corpus(config, tmp_path, tmp_path / "target", lambda values: None)
+
+    class Killed:
+        def save_pretrained(self, folder: Path) -> None:
+            folder.mkdir()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(corpus, "train_tokenizer", lambda *_: Killed())
+        with pytest.raises(KeyboardInterrupt):
+            prepared()
+    assert not (tmp_path / "tokenizer").exists()
+    made = prepared()
+    assert prepared() == made
+    with pytest.raises(ValueError, match=r"with other settings: max_bytes=9 \(was 0\); repeat"):
+        prepared(max_bytes=9)
+    train_tokenizer(["other words"], 300).save_pretrained(tmp_path / "target")
+    with pytest.raises(ValueError, match="is another tokenizer than that of .*target"):
+        prepared()
+    made[0].write_bytes(b"{")
+    with pytest.raises(ValueError, match=f"{made[0]} is damaged; remove {made[0]}, and the same"):
+        read_tokens(made[0])
+    texts = made[0].with_name("train.jsonl")
+    texts.write_text("{")
+    with pytest.raises(ValueError, match=f"{texts} is damaged; remove {texts.parent}, and the"):
+        list(corpus.read_texts(texts))
 
 
 def test_the_standard_library_is_listed_without_its_tests() -> None:

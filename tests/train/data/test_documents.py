@@ -211,7 +211,8 @@ def test_lines_of_mixed_formats(tmp_path: Path, tokenizer: Any) -> None:
 
 def test_files_of_several_kinds_follow_each_other(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("first\nparagraph\n\n\n\nsecond\n")
-    (tmp_path / "b.json").write_text(json.dumps([{"text": "third"}, {"text": "fourth"}], indent=1))
+    rows = json.dumps([{"text": "third"}, {"text": "fourth"}], indent=1)
+    (tmp_path / "b.json").write_text(rows, encoding="utf-8-sig")
     (tmp_path / "b_lines.json").write_text('{"text": "fifth"}\n')
     table = datasets.Dataset.from_list([{"problem": "p", "qwq": "q"}])
     table.to_parquet(str(tmp_path / "c.parquet"))
@@ -228,6 +229,7 @@ def test_files_of_several_kinds_follow_each_other(tmp_path: Path) -> None:
         ("a.jsonl", "", "a.jsonl holds no documents"),
         ("a.json", "[1]", "row 1 of .*a.json: the line must be one JSON object, got 1"),
         ("a.json", "[{", "a.json cannot be read"),
+        ("a.json", "[" * 100_000, "a.json cannot be read .maximum recursion depth"),
         ("a.txt", " \n\n \n", "a.txt holds no documents"),
         ("a.csv", "a,b", "a.csv cannot be read .the file is of no known kind"),
         ("a.parquet", "not parquet", "a.parquet cannot be read"),

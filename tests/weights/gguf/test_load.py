@@ -160,6 +160,23 @@ def test_mxfp4_experts_stay_in_their_bits(tmp_path):
     np.testing.assert_array_equal(found, stored["blk.1.ffn_down_exps.weight"])
 
 
+def test_heads_of_keys_are_as_many_as_heads_if_the_file_does_not_say(tmp_path):
+    """As of models whose configuration leaves them out, such as the first Llama and Vicuna."""
+    model = make_model("llama-tied", num_key_value_heads=4)
+    write_model(tmp_path / "whole.gguf", model, "Llama")
+    keys = keys_of(model.config, "llama")
+    assert keys.pop("attention.head_count_kv") == 4
+    write_gguf(tmp_path / "model.gguf", "llama", keys, tensors_of(model, "llama"))
+    (expected, params), (config, found) = (
+        load_target(tmp_path / name, dtype="float32") for name in ("whole.gguf", "model.gguf")
+    )
+    assert config == expected
+    jax.tree.map(np.testing.assert_array_equal, found, params)
+    write_gguf(tmp_path / "none.gguf", "llama", {}, tensors_of(model, "llama"))
+    with pytest.raises(ValueError, match="none.gguf: the file lacks "):
+        load_target(tmp_path / "none.gguf", dtype="float32")
+
+
 def test_untied_output_is_the_models_own(tmp_path):
     """Qwen's quantised files have it though their configuration is tied."""
     model = make_model("qwen2-yarn", tie_word_embeddings=False)

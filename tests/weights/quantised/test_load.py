@@ -298,6 +298,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "is_marlin_format": {"quant_method": "gptq", "bits": 4, "is_marlin_format": True},
     "'[' is no pattern": {"quant_method": "gptq", "bits": 4, "dynamic": {"+:[": {}}},
     "'lm_[' is no pattern": IN_4_BITS | {"ignore": ["re:lm_["]},
+    "nor more than 6 parts": IN_4_BITS | {"ignore": ["re:" + ".*" * 7 + "!"]},
     "must be two sizes, outputs and inputs": {"quant_method": "fp8", "weight_block_size": [128]},
     "must name the quantised linears": IN_4_BITS | {"config_groups": {}},
     "scales of weights are stored": compressed("pack-quantized", num_bits=4, dynamic=True),
