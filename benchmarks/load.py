@@ -114,7 +114,7 @@ def _events(
 def at_once(
     port: int, prompts: Sequence[Tokens], new_tokens: int, concurrency: int, seconds: float
 ) -> list[Stream]:
-    """``concurrency`` requests at any time, each behind another.
+    """``concurrency`` requests at any time, each after another.
 
     Args:
       port: of the server.
@@ -142,7 +142,7 @@ def at_once(
 def beside(
     port: int, prompts: Sequence[Tokens], most_tokens: int, long_prompt: Tokens
 ) -> tuple[list[Stream], Stream]:
-    """A long prompt that is sent while others stream; they end behind its first tokens.
+    """A long prompt that is sent while others stream; they end after its first tokens.
 
     Args:
       port: of the server.

@@ -248,7 +248,7 @@ class KnownTexts:
     """What the oracle knows."""
 
     texts: Leaf[Int[Array, "N L"]]
-    """Prompts with what plain decoding wrote behind them; padded with -1."""
+    """Prompts with what plain decoding wrote after them; padded with -1."""
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ def _encoded(spec: Reader, text: str) -> list[int]:
 
 
 def _chat(spec: Reader, question: str) -> tuple[str, str]:
-    """What stands before and behind the code of a question in the model's chat form."""
+    """What stands before and after the code of a question in the model's chat form."""
     code = "\N{OBJECT REPLACEMENT CHARACTER}"
     messages = [{"role": "user", "content": f"{question}\n\n```python\n{code}\n```"}]
     text = spec.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)

@@ -224,7 +224,7 @@ def serving(spec: LongSpec, prepared: RequestEngine, max_len: int) -> Iterator[C
     Yields:
       What calls a function of ``benchmarks.load`` with the port, in a process of its own.
     """
-    # What the extra installs is imported behind its check.
+    # What the extra installs is imported after its check.
     from infer.serve.command import served_over
     from infer.serve.http_server import HttpServer, bound
 

@@ -2,15 +2,15 @@
 
     python -m infer.decode --target=FOLDER --draft=contrib.medusa:FOLDER
 
-All heads read the target's hidden state of the last committed token, behind the final norm. The
+All heads read the target's hidden state of the last committed token, after the final norm. The
 target's own LM head makes the pending token of it; head ``j`` guesses the token ``j + 1`` places
-behind that one. So a round costs no attention and no level-by-level forwards, and a row keeps one
+after that one. So a round costs no attention and no level-by-level forwards, and a row keeps one
 hidden state. Heads do not know of each other's tokens: all nodes of a level have the same
 continuations, and the tree is the one of the best sums of log-probabilities (arXiv 2401.10774,
 section 2.1.2 and appendix C choose a fixed tree instead).
 
 The authors' ``medusa_lm_head.safetensors`` or ``.pt`` has the tensors of all heads, by the number
-of the head and of the module in it: residual blocks, and behind them an LM head of its own where it
+of the head and of the module in it: residual blocks, and after them an LM head of its own where it
 has one. ``config.json`` has no sizes; they follow from the tensors.
 
 vLLM's ``model.safetensors`` has the same under other names, usually without biases, and maybe
@@ -144,7 +144,7 @@ class MedusaDrafter(Drafter):
 
     @cached_property
     def needs(self) -> Needs:
-        """The last hidden state, behind the target's final norm."""
+        """The last hidden state, after the target's final norm."""
         return Needs(hidden=(self.config.layers,), recent=1)
 
     def begin(self, params: Params, batch: int, capacity: int) -> Array:

@@ -4,7 +4,7 @@
 
 The forward runs the pending token and yields the target's own logits of the next one. Each head
 adds one linear map to the stream of the head before, the first to what leaves the target's last
-layer, and the target's LM head makes logits of it behind a norm (arXiv 2502.18890, section 3). So a
+layer, and the target's LM head makes logits of it after a norm (arXiv 2502.18890, section 3). So a
 tree has a level for the forward and one for each head, and its first level is as good as the part
 of the cache is.
 
@@ -12,7 +12,7 @@ The paper chooses that part by the keys that a last query attends to, anew when 
 been emitted. Here it is chosen in every round.
 
 The paper reuses tokens: it appends the row's most frequent n-grams that begin with a token of the
-first level as further branches. Here they compete for the places of the same tree: behind such a
+first level as further branches. Here they compete for the places of the same tree: after such a
 token, what the heads expect is mixed with what followed the path where the row has it already
 (section 3.2 there).
 
@@ -53,7 +53,7 @@ from longspec_jax.weights.tables import Rule, Table, bind
 KIND = Kind("contrib.tokenswift:TokenSwiftOptions", "contrib.tokenswift:load", package="")
 
 PLACES = 32
-"""Latest places of the row that are looked at behind a token of the first level."""
+"""Latest places of the row that are looked at after a token of the first level."""
 REUSED = 0.5
 """Share of what followed there, beside what the heads expect."""
 
@@ -197,7 +197,7 @@ def continuations(
     """What followed each of some tokens in a row, at the latest :data:`PLACES`; -1 for nothing.
 
     Args:
-      text: tokens of each row; garbage behind ``last[b]``.
+      text: tokens of each row; garbage after ``last[b]``.
       last: position of each row's last token.
       first: the tokens.
       levels: how many tokens that followed.
@@ -215,7 +215,7 @@ def continuations(
 def followers(
     behind: Int[Array, "B w1 C levels"], tree: Tree, nodes: slice, depth: int
 ) -> Int[Array, "B w C"]:
-    """Of the tokens that followed a path's first one, those behind the path; -1 where another went.
+    """Of the tokens that followed a path's first one, those after the path; -1 where another went.
 
     Args:
       behind: of every node of the first level, as :func:`continuations` has it.

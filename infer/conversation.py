@@ -42,7 +42,7 @@ class Counts:
         self.cached += output.cached_tokens
 
     def described(self, seconds: float) -> str:
-        """For reading; the seconds are those behind the first token."""
+        """For reading; the seconds are those after the first token."""
         words = [counted(self.tokens, "token")]
         if self.rounds:
             behind = self.tokens - 1
@@ -58,7 +58,7 @@ class Conversation:
     """A conversation, which is a prompt that grows with every turn.
 
     With a chat template turns are messages. Without one they are a single text: the user's line, a
-    line feed, what the model wrote behind it, and so on.
+    line feed, what the model wrote after it, and so on.
     """
 
     def __init__(self, spec: LongSpec, arguments: argparse.Namespace):

@@ -80,7 +80,7 @@ def _fetched(option: str, source: str, revision: str | None) -> Path:
 
 
 def _fetched_draft(source: str, revision: str | None) -> str | Path:
-    """The draft's folder, behind its module where that is named."""
+    """The draft's folder, after its module where that is named."""
     module, place = split_module(source)
     folder = _fetched("draft", str(place), revision)
     return f"{module}:{folder}" if module else folder

@@ -206,7 +206,7 @@ def lines(outcomes: Sequence[Outcome], dtype: str, promised: bool = True) -> Ite
 def _acceptance_lines(totals: dict[str, Any]) -> Iterator[str]:
     length, passes = totals["acceptance_length"], totals["target_passes"]
     if length is None:
-        yield "acceptance length   none: no round ran behind the token drawn from the prefill"
+        yield "acceptance length   none: no round ran after the token drawn from the prefill"
         return
     yield f"acceptance length   {length:.2f} tokens per target pass"
     yield f"                    ({ACCEPTANCE_DEFINITION})"

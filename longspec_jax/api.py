@@ -243,7 +243,7 @@ class LongSpec(Models):
             of :mod:`longspec_jax.generation.activity`.
           output_scores: return what every emitted token was drawn from
             (:attr:`~longspec_jax.GenerateResult.scores`). They come from a pass over prompt and
-            text of their own, behind the last token, and stay in the host's memory: 4 bytes for
+            text of their own, after the last token, and stay in the host's memory: 4 bytes for
             each new token and each token of the vocabulary.
           output_logits: the same of the target's logits.
           return_trees: return what was verified in every round
@@ -416,7 +416,7 @@ class LongSpec(Models):
     def score_gap(
         self, tokens: Sequence[int], plain: int, other: int, **options: Unpack[GenerateOptions]
     ) -> float | None:
-        """How much plain decoding prefers one token behind a row's tokens to another.
+        """How much plain decoding prefers one token after a row's tokens to another.
 
         Args:
           tokens: of the row so far, prompt and text, at least two.

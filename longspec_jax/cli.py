@@ -408,8 +408,8 @@ _AXIS = re.compile(rf"({'|'.join(MESH_AXES)})=([1-9]\d{{0,5}})")
 MESH_GRAMMAR = f"sizes of the axes {', '.join(MESH_AXES)}, such as tp=2 or data=2,tp=4"
 TREE_GRAMMAR = (
     "chain:4 for a single branch of four tokens, or the widths of the tree's levels such as "
-    "4,16,16,16,16, which is 4,16x4; @64 behind it verifies only the best 64 nodes by the draft's "
-    "own score, the root included; +0.7 behind that stops growing when a level adds at most 0.7 "
+    "4,16,16,16,16, which is 4,16x4; @64 after it verifies only the best 64 nodes by the draft's "
+    "own score, the root included; +0.7 after that stops growing when a level adds at most 0.7 "
     "expected tokens (OPT-Tree: 16x10@50+0.7); chain:16/4,8 is a tree at the end of a chain, for "
     "drafts with retrieve=N"
 )

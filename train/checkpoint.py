@@ -38,7 +38,7 @@ CHECKSUMS, META, STATE = "SHA256SUMS", "meta.json", "state"
 """What a checkpoint's folder holds."""
 _PARTIAL = ".partial"
 _NAME = re.compile(r"(\d+)(?:\.(\d+))?")
-"""A step, with a number behind it if the same step was saved before."""
+"""A step, with a number after it if the same step was saved before."""
 _NOTHING, _NOTHING_INTACT = -1, -2
 
 

@@ -1,8 +1,8 @@
 """The target's features of all rows of a stage, in files: written once, read by every epoch.
 
-A folder has shards of rows, one behind the other. A token is one record, the bytes of all its parts
+A folder has shards of rows, one after the other. A token is one record, the bytes of all its parts
 side by side. Padding is not stored. Beside every shard ``NUMBER.bin`` lies ``NUMBER.json`` with the
-checksum of every row, written when the shard is there; so a writer that was killed goes on behind
+checksum of every row, written when the shard is there; so a writer that was killed goes on after
 its last whole shard. ``features.json`` says of what target, data and kind the folder is.
 """
 
@@ -114,7 +114,7 @@ class Features:
         files.replace(about, json.dumps({"crc32": checksums}).encode())
 
     def read(self, rows: Sequence[int], length: int) -> dict[str, np.ndarray]:
-        """Every part of some rows, ``[rows, length, ...]``; 0 behind a row's end.
+        """Every part of some rows, ``[rows, length, ...]``; 0 after a row's end.
 
         Raises:
           ValueError: if a row is damaged.

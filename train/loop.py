@@ -98,7 +98,7 @@ def run_stage(
       FloatingPointError: if loss, gradient, parameters or a measurement are not finite.
       ValueError: if the checkpoint is of another run, or none is intact.
     """
-    # Go on behind the newest intact checkpoint, and forget what was recorded after it.
+    # Go on after the newest intact checkpoint, and forget what was recorded after it.
     name, step, elapsed, records = stage.config.name, 0, 0.0, 0
     if (saved := checkpoints.find()) is not None:
         check_same_run(saved.meta["run"], stage.fingerprint, saved.folder)

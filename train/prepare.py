@@ -9,7 +9,7 @@ gathered and kept, in WORKDIR/corpus or --config.data.corpus.folder.
 
 With --config.features.folder=FOLDER the target runs once over all rows, and what the draft reads of
 it is stored there. The training with the same option then reads it instead of running the target.
-Stopped, the command goes on behind the last whole shard.
+Stopped, the command goes on after the last whole shard.
 
 The exit status is 0, or 2 for bad input.
 """

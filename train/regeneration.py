@@ -226,7 +226,7 @@ class Conversation:
         return False
 
     def unask(self) -> None:
-        """End behind the last answer."""
+        """End after the last answer."""
         while self.turns and self.turns[-1].role != "assistant":
             self.turns.pop()
         self.waiting.clear()
@@ -448,7 +448,7 @@ class Output:
         self._file.close()
 
     def _mend(self) -> tuple[int, int]:
-        """Cut the file behind its last whole line; how many lines there are, and the next row."""
+        """Cut the file after its last whole line; how many lines there are, and the next row."""
         count, end, last = 0, 0, b""
         with self.path.open("rb") as lines:
             for line in lines:

@@ -1,6 +1,6 @@
 """transformers: needs ``torch``.
 
-Plain steps begin behind a random prompt that was prefilled in chunks. Their cache is static and the
+Plain steps begin after a random prompt that was prefilled in chunks. Their cache is static and the
 step compiled by ``torch.compile(mode="reduce-overhead")``, that is with CUDA graphs; attention is
 torch's ``scaled_dot_product_attention``. Texts are decoded by ``generate`` with its dynamic cache,
 since prompt lookup takes no static one; ``prompt_lookup`` proposes ten tokens. Its decoding is

@@ -100,7 +100,7 @@ def timed(seconds: Sequence[float], steps: float, tokens: float) -> Row:
 
 
 def rounds_of(tokens: int, accepted: int) -> int:
-    """Target forwards behind this many tokens: each emits one of its own and the accepted ones."""
+    """Target forwards after this many tokens: each emits one of its own and the accepted ones."""
     return tokens - accepted
 
 

@@ -51,7 +51,7 @@ def ready_decoders(config: EvalConfig, spec: LongSpec) -> list[Decoder]:
     Raises:
       ValueError: for a method without its draft, or two drafts of one kind.
     """
-    # Lookup that joined them by itself is behind those that were named.
+    # Lookup that joined them by itself is after those that were named.
     own_drafts = spec.drafts[: len(config.drafts)]
     names = dict(zip(by_kind(own_drafts), config.drafts, strict=True))
     names[JOINED] = "+".join(each.name for each in spec.drafts)

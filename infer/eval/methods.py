@@ -63,7 +63,7 @@ METHODS = {
     "mtp": Method("mtp", "a layer of multi-token prediction"),
     "assistant": Method("assistant", "an assistant of Gemma 4"),
     "medusa": Method("medusa", "Medusa heads"),
-    "tokenswift": Method("tokenswift", "the target over a part of its cache, and heads behind it"),
+    "tokenswift": Method("tokenswift", "the target over a part of its cache, and heads after it"),
     "dflash": Method("dflash", "a DFlash or DSpark draft"),
     "parallel": Method("parallel", "a parallel LongSpec draft"),
     "joined": Method(JOINED, "all drafts of the run and prompt lookup, in one tree", default=False),

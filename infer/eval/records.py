@@ -5,7 +5,7 @@ target's forward passes, the bonus included, the prefill and its first token exc
 second are the same tokens / the seconds of the rounds.
 
 A folder has a header, a line of results per sample, and the skipped samples. Lines are
-appended as samples end, so a killed run continues behind its last whole line. A line that was cut
+appended as samples end, so a killed run continues after its last whole line. A line that was cut
 short in writing is removed before the next one is added.
 """
 
@@ -370,7 +370,7 @@ class Writer:
 
 
 def _remove_torn_line(path: Path) -> None:
-    """Remove the bytes behind the last whole line."""
+    """Remove the bytes after the last whole line."""
     if path.exists():
         os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 

@@ -5,7 +5,7 @@ Wordings and numbers of new tokens are published: by LongBench (github.com/THUDM
 script uses LongBench's questions except for the two tasks about code.
 
 The demo tasks need no data. They are made of the documents that come with the package, source code
-that was held out from the demo's training: ``demo_code`` continues a file behind another one of its
+that was held out from the demo's training: ``demo_code`` continues a file after another one of its
 project, ``demo_docs`` a docstring, ``demo_copy`` a passage from far back that has begun again, and
 ``demo_needle`` gives the code that a line far back hides. A prompt has at most ``--context``
 tokens.
@@ -189,7 +189,7 @@ def code(tokenizer: Tokenizer, context: int) -> Iterator[Sample]:
         body = _tokens(tokenizer, documents[second])
         room = context - len(named)
         yield Sample(
-            f"{second} behind {first}",
+            f"{second} after {first}",
             (tokenizer.decode(body[room : room + DEMO_TOKENS]),),
             prompt=[*named, *body[:room]],
         )

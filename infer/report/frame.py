@@ -245,7 +245,7 @@ def rounds_of(records: pd.DataFrame) -> pd.DataFrame:
     """A row for every round of a drafting method: the tokens that it emitted and accepted.
 
     ``position`` is that of its first new token among all tokens of prompt and text: the prefill's
-    token stands behind the prompt, and the first round begins behind it.
+    token stands after the prompt, and the first round begins after it.
     """
     records = records[records["method"] != PLAIN_METHOD]
     lengths = [len(record.emitted_by_round) for record in records["record"]]

@@ -121,7 +121,7 @@ class TextFormat:
     def delta(
         self, index: int, answer: Answer, gain: RequestOutput, said: Said, *, first: bool
     ) -> dict[str, Any]:
-        """Text and log-probabilities of a gain, behind the echoed prompt if it is the first."""
+        """Text and log-probabilities of a gain, after the echoed prompt if it is the first."""
         scores = self._logprobs(answer, gain)
         text = answer.echoed * first + said.content
         return {"index": index, "text": text, "logprobs": scores, **GOES_ON}

@@ -259,7 +259,7 @@ class Routes:
         )
 
     async def _events(self, writer: Writer, handle: RequestHandle) -> AsyncIterator[bytes]:
-        """The events of a call; ``[DONE]`` comes last, behind an error if there is one."""
+        """The events of a call; ``[DONE]`` comes last, after an error if there is one."""
         try:
             yield writer.opening()
             async for row, gain in handle.gains():

@@ -31,7 +31,7 @@ class Around:
     thought: tuple[str, str] = ("<think>", "</think>")
     """Around reasoning."""
     head: str = ""
-    """Behind what opens it."""
+    """After what opens it."""
     call: tuple[str, str] = ("<tool_call>", "</tool_call>")
     """Around a call."""
     between: str = "\n"
@@ -46,14 +46,14 @@ class Around:
 
 
 class CallReader(Protocol):
-    """Reads one call behind its opening mark."""
+    """Reads one call after its opening mark."""
 
     name: str | None
     """Of the tool; None while no known one was named."""
     whole: bool
     """Whether the form has ended; without a name the text is no call."""
     rest: str
-    """What stands behind the form's end."""
+    """What stands after the form's end."""
 
     def read(self, text: str) -> str:
         """Read on; what the JSON of the arguments has gained."""
@@ -166,7 +166,7 @@ class HermesReader:
         return True
 
     def close(self) -> str:
-        """An object with its name behind is read when it is whole."""
+        """An object with its name at the end is read when it is whole."""
         found = object_of(self._raw) if self.name is None else None
         name, arguments = (found or {}).get("name"), (found or {}).get("arguments")
         if not isinstance(name, str) or name not in self._functions:
@@ -210,7 +210,7 @@ class Tags:
     def _value(
         self, rule: str, schema: object, root: Mapping[str, object], kinds: set[str]
     ) -> Iterator[str]:
-        """A value of some types and the tag behind it."""
+        """A value of some types and the tag after it."""
         end = literal("\n</parameter>")
         words = schema.get("enum") if isinstance(schema, Mapping) else None
         if "string" not in kinds:

@@ -156,7 +156,7 @@ class _Rules:
             others = schema.get("additionalProperties", True)
             return '"{}"' if others is False else _object(self.value(others))
         rest, first = "", '""'
-        # From the last: what may come behind a field, and all that may come from it on.
+        # From the last: what may come after a field, and all that may come from it on.
         for name in sorted(fields, key=str.lower, reverse=True):
             if not _KEY.fullmatch(name):
                 raise ValueError(f"the parameter {name[:80]!r} cannot be written without quotes")
@@ -204,7 +204,7 @@ class GemmaReader:
     _HEAD = re.compile(rf"\s*call:\s*({NAME.pattern})\s*\{{")
 
     def __init__(self, functions: Mapping[str, Function]) -> None:
-        """Begin behind the opening mark."""
+        """Begin after the opening mark."""
         self._functions = functions
         self.name: str | None = None
         self.whole, self.rest = False, ""

@@ -92,14 +92,14 @@ class ByMarks:
         self._quote, self._around = markup.quote, markup.around
         self._by_text = functions is not None and self._marks.open.token == NO_TOKEN
         self._begun = ""
-        """Of a mark that is a text, or of what stands behind the one that opens reasoning."""
+        """Of a mark that is a text, or of what stands after the one that opens reasoning."""
         self._head = ""
         """What stands there, until it has come."""
         self._call: CallReader | None = None
         self._raw = ""
         """Of an open call, from its mark on, while it names no tool."""
         self._tail: str | None = None
-        """Behind a whole call: spaces in front of its closing mark. None where there is none."""
+        """After a whole call: spaces in front of its closing mark. None where there is none."""
 
     def piece(self, text: str, token: int) -> None:
         """What :class:`_Pieces` asks for."""
@@ -221,7 +221,7 @@ class ByMarks:
         self._text(raw[len(mark) :])
 
     def _behind(self, text: str) -> None:
-        """Text behind a whole call: spaces and its closing mark, or what the model says next."""
+        """Text after a whole call: spaces and its closing mark, or what the model says next."""
         mark, waiting = self._marks.close.text, text.lstrip()
         self._tail = text
         if self._by_text and waiting.startswith(mark):

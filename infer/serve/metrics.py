@@ -57,7 +57,7 @@ class Metrics:
                 ("prefix_queries", "prefix_cache_queries", "Tokens of all prompts."),
                 ("prefix_hits", "prefix_cache_hits", "Those that were not prefilled anew."),
                 ("preemptions", "num_preemptions", "Rows that made room for better ones."),
-                ("recoveries", "num_recoveries", "Faults behind which the engine went on."),
+                ("recoveries", "num_recoveries", "Faults after which the engine went on."),
             )
         }
         self._seen = dict.fromkeys(self._engine, 0)

@@ -68,7 +68,7 @@ class Speech:
         """At the end of what was said, held back: a mark may follow."""
 
     def begin(self, part: Part, *, apart: bool = False) -> None:
-        """A part begins behind a mark, in a line of its own if it stands ``apart``."""
+        """A part begins after a mark, in a line of its own if it stands ``apart``."""
         self._broke |= apart or bool(self._newlines)
         self.part, self._fresh, self._newlines = part, True, ""
 

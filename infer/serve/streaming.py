@@ -73,7 +73,7 @@ class Offsets:
     characters: int = 0
     """Of the tokens before the open run."""
     run: tuple[int, ...] = ()
-    """Tokens behind them, of which the last ends inside a character."""
+    """Tokens after them, of which the last ends inside a character."""
 
     def add(self, token: int, text_of: TokenText) -> int:
         """Where the next token begins; of one inside a character that is where this begins."""

@@ -102,10 +102,10 @@ class TargetConfig(LayerSizes):
     residual_factor: Annotated[float, FACTOR] = 1.0
     """Factor on what attention and MLP add to the residual stream."""
     layer_factors: bool = False
-    """A learnt factor of every layer on the residual stream behind it (Gemma 4)."""
+    """A learnt factor of every layer on the residual stream after it (Gemma 4)."""
     layer_inputs: Annotated[int | None, Whole()] = None
     """Width of what every token gives to each layer: of a table of its own, and of its embedding.
-    It enters the stream behind the MLP (Gemma 4 E4B and E2B)."""
+    It enters the stream after the MLP (Gemma 4 E4B and E2B)."""
     logits_divisor: Annotated[float, FACTOR] = 1.0
     """Logits are divided by it."""
     logit_cap: Annotated[float | None, FACTOR] = None

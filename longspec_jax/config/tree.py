@@ -128,7 +128,7 @@ class TreeConfig:
     def parse(cls, text: str) -> "TreeConfig":
         """The tree of a text: ``none``, ``chain:4`` or ``4,16,16``, which is ``4,16x2``.
 
-        ``@24`` behind it adds a budget, ``+0.7`` a threshold and ``~8`` lookup; ``chain:16/``
+        ``@24`` after it adds a budget, ``+0.7`` a threshold and ``~8`` lookup; ``chain:16/``
         before it puts it at the end of a chain.
 
         Raises:

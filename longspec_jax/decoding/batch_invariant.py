@@ -119,7 +119,7 @@ def _require_kernels(target: TargetModel, quantised: bool) -> bool:
         )
     if target.mesh is not None and config.out_bias:
         raise NotImplementedError(
-            "batch_invariant has no kernel for a bias behind attention on a mesh; leave out mesh "
+            "batch_invariant has no kernel for a bias after attention on a mesh; leave out mesh "
             "or batch_invariant"
         )
     _require_recurrent_kernels(target)

@@ -5,7 +5,7 @@ appended. Nothing is moved, and a rejected branch never touches the cache. How m
 committed tokens is the row's ``length``, kept by the decode state; memory beyond it may hold
 anything, because every op masks by length.
 
-A recurrent layer has a state instead, behind all committed tokens. Verification leaves it as it is
+A recurrent layer has a state instead, after all committed tokens. Verification leaves it as it is
 and yields what every node would write to it; a commit writes what the accepted path does.
 
 A layer with a window of ``W`` tokens has a ring of that many slots, and of what a round writes at
@@ -75,9 +75,9 @@ class KVCache(Caches):
     ) -> "KVCache":
         """The cache with the K/V of consecutive tokens at the positions from ``at[b]`` on.
 
-        And with the states behind these tokens. The first ``count[b]`` of them are the row's own,
+        And with the states after these tokens. The first ``count[b]`` of them are the row's own,
         or all if absent. The caller guarantees room for all in layers without a window; what is no
-        row's own lands behind its length there.
+        row's own lands after its length there.
         """
         if count is None:
             count = jnp.full_like(at, jax.tree.leaves(keys)[0].shape[1])
@@ -115,7 +115,7 @@ class KVCache(Caches):
 
         States take in the first ``count[b]`` nodes of the path, by what ``rows`` say they write.
 
-        ``path`` has a static height; what stands behind the accepted nodes lands behind the new
+        ``path`` has a static height; what stands after the accepted nodes lands after the new
         length, where the next commit overwrites it. The caller guarantees ``at + h <= S`` in layers
         without a window.
         """

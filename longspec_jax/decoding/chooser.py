@@ -23,9 +23,9 @@ from longspec_jax.axes import Array, Leaf
 from longspec_jax.config.tree import TreeConfig
 
 KEPT = 0.5 ** (1 / 32)
-"""Share of an older round's weight that remains behind another one."""
+"""Share of an older round's weight that remains after another one."""
 STREAMED = 8
-"""Rounds behind which a choice is thought over where each is a launch of its own."""
+"""Rounds after which a choice is thought over where each is a launch of its own."""
 
 
 class Choice(NamedTuple):
@@ -66,7 +66,7 @@ class Measurement:
 class Watch:
     """What a launch of many rounds knows of all candidates, to end where another one leads.
 
-    The device compares their speeds behind every round, so a run changes its tree as soon as it is
+    The device compares their speeds after every round, so a run changes its tree as soon as it is
     known to be slower, and not before.
     """
 
@@ -95,7 +95,7 @@ class Watch:
         return ~(others & (speeds > needed)).any()
 
     def after(self, candidate: int, foregone: Int[Array, "B K"]) -> "Watch":
-        """What is known behind a round of a candidate.
+        """What is known after a round of a candidate.
 
         Args:
           foregone: as of :func:`longspec_jax.decoding.report.foregone`.
@@ -178,7 +178,7 @@ class LateChoices:
     def __init__(self, policy: Policy, candidates: int) -> None:
         """Begin with the policy's first choice."""
         self.policy = policy
-        """As it is behind what it has observed."""
+        """As it is after what it has observed."""
         self._unobserved = [Measurement()] * candidates
         self._choice = policy.choose()
         self._missing = self._choice.rounds

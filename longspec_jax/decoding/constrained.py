@@ -5,7 +5,7 @@ the target's pass, and the rest. The tree leaves the device after the first one.
 what is allowed while the target's pass runs, and hands it to the third.
 
 Forbidden logits become -inf before everything that sampling does to them. Plain decoding passes
-through the same functions, so that a tree changes no token here either. A node behind which no
+through the same functions, so that a tree changes no token here either. A node after which no
 token is allowed has no path: its parent's draw is emitted, and the round ends there.
 
 A constraint may come from a client, and may fail in any way. :class:`Guarded` keeps that to its
@@ -50,7 +50,7 @@ ALL = np.uint32(2**32 - 1)
 class Constraint(Protocol):
     """What a row may emit; its state follows what was read of the row.
 
-    An exception ends the row, behind the token that was taken in last, with the exception's words
+    An exception ends the row, after the token that was taken in last, with the exception's words
     as the reason. Whether a token ends the row must not depend on the trees, or they change a text.
     """
 
@@ -91,7 +91,7 @@ class Guarded:
         """Take in what the row has emitted.
 
         Returns:
-          How many of the tokens are the row's: all, or those up to the one behind which the
+          How many of the tokens are the row's: all, or those up to the one after which the
           constraint has failed. A draw that found no token is not, if it had failed before.
         """
         for index, token in enumerate(tokens):
@@ -105,7 +105,7 @@ class Guarded:
         return len(tokens)
 
     def allowed(self, tokens: Sequence[int], parents: Sequence[int]) -> np.ndarray:
-        """The constraint's own answer; no token behind any node once it has failed."""
+        """The constraint's own answer; no token after any node once it has failed."""
         if self.failure is None:
             try:
                 return self._constraint.allowed(tokens, parents)

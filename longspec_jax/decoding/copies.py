@@ -18,9 +18,9 @@ from longspec_jax.decoding.rows import RowShardings
 def copy_prefix(
     slots: RowShardings, row: RowShardings, cache: KVCache, slot: Array, tokens: Array
 ) -> KVCache:
-    """The cache of a batch of one row, with the first tokens of a slot and zeros behind them.
+    """The cache of a batch of one row, with the first tokens of a slot and zeros after them.
 
-    Zeros, because what lies behind may be NaN, which survives a masked product. Of a cache with
+    Zeros, because what lies after may be NaN, which survives a masked product. Of a cache with
     rings or states no tokens can be copied but all that the slot holds: they lack the earlier ones.
 
     Args:
@@ -53,10 +53,10 @@ def copy_prefix(
 def read_chunk(row: RowShardings, chunk: int, cache: KVCache, offset: Array) -> KVCache:
     """The keys and values of a chunk, ``[1, K, chunk, H]`` a layer; of a ring the last it holds.
 
-    And the states behind it.
+    And the states after it.
 
     Args:
-      cache: the cache right behind the chunk.
+      cache: the cache right after the chunk.
       offset: position of the chunk's first token; traced.
     """
 

@@ -75,7 +75,7 @@ class Engine:
           prefixes: whether a prompt begins with a copy of the chunks that a slot holds already.
             Slots of a target with window layers hold none.
           host_bytes: of chunks that are kept in the host's memory, too.
-          readmits: whether a request may be prefilled again behind what it has emitted: when a
+          readmits: whether a request may be prefilled again after what it has emitted: when a
             better one takes its slot, or after a fault. A row must then hold the whole chunks of
             prompt and new tokens.
           ahead: whether rounds are launched before the last ones were read.
@@ -129,7 +129,7 @@ class Engine:
 
     @property
     def rows(self) -> Rows:
-        """The rows behind the last launch; donated by the next one."""
+        """The rows after the last launch; donated by the next one."""
         if self._rows is None:
             self._rows = self.runner.vacant()
         return self._rows
@@ -303,7 +303,7 @@ class Engine:
         Args:
           drafters: its candidates.
           params: parameters of both models, as they take them.
-          draft: their state behind the same tokens; copied.
+          draft: their state after the same tokens; copied.
         """
         runner = replace(self.runner, drafters=tuple(drafters), params=params)
         other = Engine(
@@ -376,7 +376,7 @@ class Engine:
         return outputs
 
     def _begin_again(self) -> None:
-        """Drop all arrays, and queue all requests that have not ended behind what they emitted."""
+        """Drop all arrays, and queue all requests that have not ended after what they emitted."""
         waiting = {one.id: one for one in self.prompts.all}
         waiting |= {id: self._slots.active[id].again() for id in self.live}
         self._launches.close()
@@ -446,7 +446,7 @@ class Engine:
         self._launches.add(begun, ready, read, tuple(self._slots.held), fetched=fetched)
 
     def _preempt(self, id: int) -> None:
-        """Have a request wait again, behind all that it has emitted."""
+        """Have a request wait again, after all that it has emitted."""
         while self._launches.unread:
             self._launches.land()
         if id in self._slots.active:  # Else it has just ended.

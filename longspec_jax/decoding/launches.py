@@ -1,7 +1,7 @@
 """Launches: their size, those that were not read yet, and the faults of an engine.
 
 Another thread waits for each launch and notes when it ended. A fault loses all arrays that were
-donated; an engine may go on behind one.
+donated; an engine may go on after one.
 """
 
 import logging
@@ -22,10 +22,10 @@ from longspec_jax.decoding.round import MOST_ROUNDS
 LOG = logging.getLogger(__name__)
 
 FAULTS_APART = 60.0
-"""Seconds between two faults, below which an engine does not go on behind the second."""
+"""Seconds between two faults, below which an engine does not go on after the second."""
 
 LAUNCH_SECONDS = 0.4
-"""Seconds of a launch of many rounds: the host can interrupt a run between two of them. Behind each
+"""Seconds of a launch of many rounds: the host can interrupt a run between two of them. After each
 a GPU waits some 2 ms for the host."""
 FIRST_ROUNDS = 4
 """Rounds of the first launch of many where nothing is known of a round's seconds."""
@@ -152,12 +152,12 @@ class LaunchQueue:
 
 
 class Faults:
-    """The faults so far of an engine that may go on behind one."""
+    """The faults so far of an engine that may go on after one."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """Begin without any."""
         self.count = 0
-        """Faults behind which the engine went on."""
+        """Faults after which the engine went on."""
         self.clock = clock
         self._last = -math.inf
 

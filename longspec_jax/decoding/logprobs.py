@@ -43,7 +43,7 @@ def packed_logprobs(
     """Log-probabilities as whole numbers of the same bits, for a report.
 
     Returns:
-      The token's own log-probability, the ids of the alternatives, -1 behind the last token of the
+      The token's own log-probability, the ids of the alternatives, -1 after the last token of the
       vocabulary, and their log-probabilities.
     """
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
@@ -109,7 +109,7 @@ class PromptLogprobs(Sequence[TokenLogprob | None]):
         """Keep what is packed.
 
         Args:
-          packed: of the tokens behind the first one, in parts; garbage from ``count`` on.
+          packed: of the tokens after the first one, in parts; garbage from ``count`` on.
           count: of these tokens.
           most: alternatives to unpack.
         """

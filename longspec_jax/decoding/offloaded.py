@@ -4,7 +4,7 @@ Attention reads one layer after the other, so no more than two need to be on the
 is read, the next is on its way. A pass then takes as long as moving the cache takes, however many
 tokens it verifies: the more tokens a pass yields, the better. What a selection
 (:mod:`longspec_jax.drafters.retrieval.selection`) has gathered of the host stays on the device for
-as long as the selection does; spans that it reads in place are moved as whole layers, one behind
+as long as the selection does; spans that it reads in place are moved as whole layers, one after
 the other.
 
 One layer is never moved: drafts read it in every step of a proposal.

@@ -78,7 +78,7 @@ class Estimate:
         return self.tokens / self.weight if self.weight else 0.0
 
     def after(self, shown: np.ndarray) -> "Estimate":
-        """The estimate behind some rounds; NaN of those that do not show it."""
+        """The estimate after some rounds; NaN of those that do not show it."""
         kept = KEPT ** np.arange(len(shown) - 1, -1, -1)
         seen, older = ~np.isnan(shown), KEPT ** len(shown)
         tokens = older * self.tokens + kept[seen] @ shown[seen]

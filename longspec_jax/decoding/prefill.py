@@ -42,7 +42,7 @@ class KnownChunks(NamedTuple):
     copied: int = 0
     """Chunks in that cache."""
     moved: Sequence[KVCache] = ()
-    """The chunks behind these, in the host's memory, as
+    """The chunks after these, in the host's memory, as
     :func:`longspec_jax.decoding.copies.read_chunk` cut them out."""
 
     @property
@@ -62,9 +62,9 @@ class ChunkLaunch(NamedTuple):
     ready: Array
     """Ready when they have been run."""
     cache: KVCache
-    """The cache behind it; donated by the next chunk."""
+    """The cache after it; donated by the next chunk."""
     logits: Float[Array, "B V"]
-    """Behind the last token of the prompts that have ended so far."""
+    """After the last token of the prompts that have ended so far."""
     logprobs: Int[Array, "B C m"] | None = None
     """Of the tokens that follow the chunk's, packed; None if they were not wanted."""
 
@@ -186,7 +186,7 @@ def rows_outline(
     batch: int,
     capacity: int,
 ) -> Rows:
-    """The rows behind a prefill, as shapes and shardings: enough to compile their rounds.
+    """The rows after a prefill, as shapes and shardings: enough to compile their rounds.
 
     Arguments as of :func:`prefill_chunks`.
     """
@@ -392,7 +392,7 @@ def _extend(
 
 
 class _Started(NamedTuple):
-    """The part of :class:`Rows` behind the length: the same whatever proposes."""
+    """The part of :class:`Rows` after the length: the same whatever proposes."""
 
     pending: Int[Array, " B"]
     remaining: Int[Array, " B"]

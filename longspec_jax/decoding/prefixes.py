@@ -152,7 +152,7 @@ class HostChunks:
     def find(self, names: Sequence[bytes]) -> list[Any]:
         """The chunks of these names up to the first that is missing; used just now."""
         count = next((i for i, name in enumerate(names) if name not in self), len(names))
-        # The first chunk is used last: without it, those behind it are of no use.
+        # The first chunk is used last: without it, those after it are of no use.
         for name in reversed(names[:count]):
             self._chunks.move_to_end(name)
         return [self._chunks[name][0] for name in names[:count]]

@@ -1,7 +1,7 @@
 """Requests on their way into a slot and through it, as the host keeps them.
 
 A request waits, is prefilled, and holds a slot. It may lose the slot, to a better request or
-because a launch failed. It then waits again, with what it has emitted behind its prompt: noise is
+because a launch failed. It then waits again, with what it has emitted after its prompt: noise is
 keyed by position, so its text goes on as if nothing had happened.
 """
 
@@ -66,7 +66,7 @@ class Prefill:
     chunk: int
     """Tokens of a chunk."""
     left: int
-    """Chunks to launch; behind the last one it waits for a slot."""
+    """Chunks to launch; after the last one it waits for a slot."""
     cached: int = 0
     """Tokens of a single prompt that are known, and not prefilled."""
     read: int = 0
@@ -74,7 +74,7 @@ class Prefill:
     rows: Rows | None = None
     """The prefilled rows, once all chunks are launched."""
     logits: Array | None = None
-    """``[B, V]`` behind the last tokens of the prompts."""
+    """``[B, V]`` after the last tokens of the prompts."""
     logprobs: list[np.ndarray] = field(default_factory=list)
     """``[B, C, m]`` of every chunk that was read, packed; empty if none were asked for."""
 
@@ -286,7 +286,7 @@ class Prompts:
             del self.queue[index]
 
     def launch(self, prefill: Prefill) -> ChunkLaunch:
-        """Launch the next chunk of a prefill under way; behind the last one there are its rows."""
+        """Launch the next chunk of a prefill under way; after the last one there are its rows."""
         launched = next(prefill.chunks)
         prefill.logits = launched.logits
         prefill.left -= 1

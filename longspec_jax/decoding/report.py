@@ -84,7 +84,7 @@ class RoundTree(NamedTuple):
     parents: tuple[int, ...]
     """Index of every node's parent; -1 for the root and for nodes that no path reaches."""
     draws: tuple[int, ...]
-    """What the target drew behind every node."""
+    """What the target drew after every node."""
     path: tuple[int, ...]
     """The accepted nodes, the root first."""
 
@@ -119,7 +119,7 @@ class Report:
           tree: of the drafter.
           contents: of the report.
         """
-        # A round in which no row emits ends the loop, or was launched behind the last one.
+        # A round in which no row emits ends the loop, or was launched after the last one.
         packed = packed[(packed[:, :, 0] > 0).any(axis=1)]
         ends = packed[..., 0], packed[..., 1] != 0, packed[..., 2]
         height = tree.num_levels + 1
@@ -197,7 +197,7 @@ def foregone(
             columns.append(jnp.minimum(count, 1))
         elif shows(ran, other, params):
             kept = along(path.path[:, 1:], _kept(ran, other, tree))
-            # To the first one left out or behind the path; accumulating would be a loop on a GPU.
+            # To the first one left out or after the path; accumulating would be a loop on a GPU.
             ends = ~kept | (jnp.arange(kept.shape[1]) >= path.count[:, None] - 1)
             taken = jnp.argmax(jnp.pad(ends, ((0, 0), (0, 1)), constant_values=True), axis=1)
             columns.append(jnp.minimum(taken + 1, count))

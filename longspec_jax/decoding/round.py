@@ -133,10 +133,10 @@ def weighs_trees(drafter: Drafter, params: Params) -> bool:
 def worth_of(tree: Tree, done: Bool[Array, " B"]) -> Float[Array, ""]:
     """Tokens that a round is expected to emit, a mean over the rows that are not done.
 
-    A node is emitted if the accepted path comes to it, and the target's draw behind the path is.
+    A node is emitted if the accepted path comes to it, and the target's draw after the path is.
     """
     assert tree.totals is not None, "a tree without totals cannot be weighed"
-    expected = jnp.exp(tree.totals).sum(axis=1)  # The root's is the token behind the path.
+    expected = jnp.exp(tree.totals).sum(axis=1)  # The root's is the token after the path.
     return jnp.where(done, 0, expected).sum() / jnp.maximum((~done).sum(), 1)
 
 
@@ -332,7 +332,7 @@ def one_round(
 ) -> tuple[Rows, Int[Array, "1 B n"]]:
     """One round and its report, with no branch and no loop; the rows are donated.
 
-    A launch of it returns at once, so that the host can queue a round behind a running one. If
+    A launch of it returns at once, so that the host can queue a round after a running one. If
     every row is done nothing is emitted or committed, but the round is computed all the same.
     The last argument is that of :func:`many_rounds`.
     """

@@ -35,7 +35,7 @@ TINY = float(jnp.finfo(jnp.float32).tiny)
 MOST_LIKELY = np.uint32(1 << 31)
 """What stands for a logit of 0, the largest, among the whole numbers in the order of logits."""
 MASS_BITS = 42
-"""Bits that a mass of top-p keeps behind the point, at least; the largest mass is 1."""
+"""Bits that a mass of top-p keeps after the point, at least; the largest mass is 1."""
 
 
 class SamplingKind(IntEnum):

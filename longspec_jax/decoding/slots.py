@@ -52,7 +52,7 @@ def until(
 ) -> StepOutput:
     """The first tokens of a step output, with which its request ends.
 
-    A round that is cut short counts the draft tokens that are left, and rounds behind it are gone.
+    A round that is cut short counts the draft tokens that are left, and rounds after it are gone.
     """
     rounds, begin = [], 0
     for accepted in output.rounds:
@@ -96,7 +96,7 @@ class EngineStatus:
     preemptions: int
     """Requests that lost a slot, or a place among the prefills, to a better one."""
     recoveries: int
-    """Faults behind which the engine went on."""
+    """Faults after which the engine went on."""
 
 
 @dataclass
@@ -106,7 +106,7 @@ class Active:
     waiting: Waiting
     """What was prefilled."""
     left: int
-    """Tokens that it may still emit behind its first, by what was read."""
+    """Tokens that it may still emit after its first, by what was read."""
     cached: int = 0
     """Tokens of its prompt that were not prefilled, until that was reported."""
     tokens: list[np.ndarray] = field(default_factory=list)
@@ -118,7 +118,7 @@ class Active:
         return len(self.waiting.tokens) + sum(map(len, self.tokens))
 
     def again(self) -> Waiting:
-        """The request, to be prefilled behind all that it has emitted."""
+        """The request, to be prefilled after all that it has emitted."""
         if not self.tokens:
             return self.waiting
         was, fresh = self.waiting, np.concatenate(self.tokens)

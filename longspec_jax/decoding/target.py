@@ -80,7 +80,7 @@ class Prefilled(NamedTuple):
     features: Features = Features()
     """The needed features of the chunk's tokens."""
     hidden: Float[Array, "B C D"] | None = None
-    """What :meth:`TargetModel.unembed` makes the logits behind each of them of."""
+    """What :meth:`TargetModel.unembed` makes the logits after each of them of."""
 
 
 @dataclass(frozen=True)
@@ -146,9 +146,9 @@ class TargetModel:
         last: Lengths,
         needs: Needs = NOTHING,
     ) -> Prefilled:
-        """Append a chunk behind ``start[b]`` tokens; logits after its token ``last[b]``.
+        """Append a chunk after ``start[b]`` tokens; logits after its token ``last[b]``.
 
-        What stands behind that token is not the row's own. It may lie before the chunk or behind
+        What stands after that token is not the row's own. It may lie before the chunk or after
         it: the logits then are of no use.
         """
         chunk = tokens.shape[1]
@@ -253,7 +253,7 @@ class TargetModel:
         return jnp.pad(tokens, wider), jnp.pad(positions, wider, mode="edge"), mask
 
     def reach(self, length: Lengths) -> Lengths | None:
-        """The position at which a round behind ``length[b]`` tokens must end; None if anywhere.
+        """The position at which a round after ``length[b]`` tokens must end; None if anywhere.
 
         There is one where attention is added up in the order of positions.
         """
@@ -354,7 +354,7 @@ class TargetModel:
         return output, Features(output.kept, queries, keys)
 
     def unembed(self, params: PyTree, hidden: Array) -> Array:
-        """Logits of hidden states behind the last norm, float32; of any number of leading axes."""
+        """Logits of hidden states after the last norm, float32; of any number of leading axes."""
         return applied(Target.unembed, self._model, params, hidden)
 
     def _with_scores(self, attention: Callable[..., F]) -> Callable[..., F]:

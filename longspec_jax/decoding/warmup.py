@@ -196,7 +196,7 @@ def chunk_seconds(engine: Engine, chunk: int, request: Request) -> float:
     longest, found = engine.runner.capacity // chunk * chunk, []
     tokens, length = np.zeros((1, longest), np.int32), np.asarray([longest], np.int32)
     shardings = engine.runner.shardings, engine.runner.row_shardings
-    # The last chunk alone is run, behind a context of zeros.
+    # The last chunk alone is run, after a context of zeros.
     known = max(longest // chunk - 2, 0)
     for _ in range(TIMINGS):
         zeros = copy_prefix(*shardings, engine.rows.cache, np.int32(0), np.int32(0))
@@ -314,12 +314,12 @@ def longest_round(engine: Engine, kind: SamplingKind) -> float:
 def largest_chunk(
     sizes: Sequence[int], seconds: Callable[[int], float], a_round: float, most: float
 ) -> int:
-    """The largest chunk that, with a round behind it, takes no longer than allowed.
+    """The largest chunk that, with a round after it, takes no longer than allowed.
 
     Warns where none does, and takes the smallest.
 
     Args:
-      sizes: tokens of chunks, descending; those behind the first that fits are not timed.
+      sizes: tokens of chunks, descending; those after the first that fits are not timed.
       seconds: of a chunk, by its tokens.
       a_round: seconds of a round.
       most: seconds allowed.

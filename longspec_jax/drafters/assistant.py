@@ -127,7 +127,7 @@ class Assistant(nn.Module):
           attend: as of :class:`~longspec_jax.models.target.Target`, by the layer here.
 
         Returns:
-          What the LM head reads ``[B, T, d]``, the states behind the nodes ``[B, T, D]``, and how
+          What the LM head reads ``[B, T, d]``, the states after the nodes ``[B, T, D]``, and how
           well each cluster fits, ``[B, T, C]``, if there are any.
         """
         c, delta = self.config, None
@@ -161,7 +161,7 @@ class AssistantParams:
     def step(
         self, config: AssistantConfig, tokens: Array, state: Array, positions: Array, attend: Attend
     ) -> tuple[Float[Array, "B T V"], Array]:
-        """Logits of the tokens behind nodes, and the states behind these; as of the module."""
+        """Logits of the tokens after nodes, and the states after these; as of the module."""
         embedded = scaled(look_up(self.embedding, tokens), self.embedding_factor)
         given = embedded, state, positions, attend
         module = Assistant(config)

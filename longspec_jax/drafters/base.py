@@ -208,7 +208,7 @@ class Selection(Protocol):
 
 
 class Between(NamedTuple):
-    """Tokens behind the committed ones and before the pending one, which are not in the cache."""
+    """Tokens after the committed ones and before the pending one, which are not in the cache."""
 
     rows: Uncommitted
     there: Bool[Array, "B U"]
@@ -320,7 +320,7 @@ class View:
 
 
 def _joined(first: Uncommitted, second: Uncommitted) -> Uncommitted:
-    """The tokens of both, one behind the other."""
+    """The tokens of both, one after the other."""
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), first, second)
 
 

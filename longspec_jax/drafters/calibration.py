@@ -55,7 +55,7 @@ class Found(NamedTuple):
     distinct: Bool[Array, "B C levels"]
     """Whether no earlier place has the same path."""
     position: Lengths
-    """The token behind which they were looked up."""
+    """The token after which they were looked up."""
 
     @classmethod
     def nothing(cls, batch: int) -> "Found":
@@ -86,8 +86,8 @@ def classified(
     """Continuations of some places, with the classes of their tokens.
 
     Args:
-      tokens: behind every place.
-      known: which of them there are; none behind one that is not.
+      tokens: after every place.
+      known: which of them there are; none after one that is not.
       matched: tokens up to each place that equal the row's end.
       position: of the row's last token.
     """

@@ -5,13 +5,13 @@ Every layer makes keys and values of it with the weights that serve the block's 
 committed tokens are context for all layers without passing through any. Their entries depend on
 (feature, position) alone: entry ``i`` of every layer's cache is made of the feature of token ``i``.
 
-A round runs the block once, whatever the tree: the pending token and mask tokens behind it, which
+A round runs the block once, whatever the tree: the pending token and mask tokens after it, which
 see the entries and each other, or in a causal block the earlier ones of each other (JetSpec, arXiv
 2606.18394). A level of the tree takes the logits of one slot. Slots do not know of each other's
 tokens, so without a Markov head the continuations of all nodes of a level are the same, and beam
 search by their sums is the tree of the best paths (DDTree, arXiv:2604.12989). A Markov head
-(DSpark) corrects the logits behind every node by its token. A confidence head says how likely a
-slot is right behind a node: paths through it are worth less by that, so that a budget or a
+(DSpark) corrects the logits after every node by its token. A confidence head says how likely a
+slot is correct after a node: paths through it are worth less by that, so that a budget or a
 threshold stops where the slots become guesses. What DFlash 2 has beyond that is in
 :mod:`longspec_jax.drafters.dflash2`.
 """
@@ -87,7 +87,7 @@ class Confidence:
 
 @dataclass(frozen=True)
 class DFlashConfig:
-    """Layers over a block: the pending token and mask tokens behind it."""
+    """Layers over a block: the pending token and mask tokens after it."""
 
     trunk: TargetConfig
     """Its layers, which are those of Qwen3."""
@@ -104,7 +104,7 @@ class DFlashConfig:
     mask_token: int
     """What stands in the other slots."""
     from_pending: bool = False
-    """Whether the pending token's slot proposes too: every slot proposes the token behind its own.
+    """Whether the pending token's slot proposes too: every slot proposes the token after its own.
     Else every other slot proposes its own token."""
     windows: tuple[int | None, ...] = ()
     """Committed tokens that each layer sees, the last ones; all where None. One for each layer."""
@@ -176,12 +176,12 @@ class DFlashConfig:
 
     @property
     def first_slot(self) -> int:
-        """The slot that proposes the token behind the pending one."""
+        """The slot that proposes the token after the pending one."""
         return 0 if self.from_pending else 1
 
     @property
     def tokens(self) -> int:
-        """Tokens that a block proposes, one behind the other."""
+        """Tokens that a block proposes, one after the other."""
         return self.block - self.first_slot
 
     @property
@@ -318,7 +318,7 @@ class DFlashParams(BlockParams):
 def markov_step(
     params: PyTree, config: Markov, tokens: Array, hidden: Array, state: Array
 ) -> tuple[Array, Array]:
-    """What a Markov head adds to a slot's logits behind each of some tokens (DSpark, section 3.2).
+    """What a Markov head adds to a slot's logits after each of some tokens (DSpark, section 3.2).
 
     Args:
       params: :attr:`DFlashParams.markov`.
@@ -328,7 +328,7 @@ def markov_step(
       state: what the recurrent head knows of the tokens before these, ``[B, w, r]``.
 
     Returns:
-      What is added, ``[B, w, v]`` in float32, and the state behind the tokens.
+      What is added, ``[B, w, v]`` in float32, and the state after the tokens.
     """
     before = look_up(params["embedding"], tokens)
     latent = before
@@ -502,7 +502,7 @@ def block_trees(tokens: int, *, wide: bool = False) -> DefaultTrees:
     """Trees as deep as a block, as levels are nearly free; narrow where nodes cost time.
 
     Args:
-      tokens: that the block proposes, one behind the other.
+      tokens: that the block proposes, one after the other.
       wide: whether a tree of 128 nodes is tried too. JetSpec gains up to there and beyond.
     """
     levels = min(tokens, DEEPEST)

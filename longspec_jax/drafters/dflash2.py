@@ -6,7 +6,7 @@ sublayer. Nothing comes before the first slot. Context entries are made as in DF
 
 The selector scores what may follow a token at a slot: of the slot's few best tokens by their
 logits, each gets the product of three vectors, the token before, the slot's hidden state and the
-candidate. So the tokens behind a node depend on the node's token, and on nothing else: sums of
+candidate. So the tokens after a node depend on the node's token, and on nothing else: sums of
 their log-probabilities are those of a chain, and beam search finds the best paths of all.
 """
 
@@ -31,7 +31,7 @@ from longspec_jax.schema import Checked
 
 @dataclass(frozen=True)
 class Convolution(Checked):
-    """The convolutions before and behind a sublayer."""
+    """The convolutions before and after a sublayer."""
 
     taps: Annotated[int, Whole()] = 2
     """Slots that it reads, the own one and those before it."""
@@ -41,7 +41,7 @@ class Convolution(Checked):
 
 @dataclass(frozen=True)
 class Selector(Checked):
-    """Scores of a slot's best tokens behind the token before."""
+    """Scores of a slot's best tokens after the token before."""
 
     rank: Annotated[int, Whole()]
     candidates: Annotated[int, Whole()]
@@ -129,7 +129,7 @@ def edge_scores(
     hidden: Float[Array, "B 1 D"],
     implementation: str | None = None,
 ) -> Float[Array, "B w V"]:
-    """A slot's logits behind each of some tokens with the selector's scores, -inf but of the best.
+    """A slot's logits after each of some tokens with the selector's scores, -inf but of the best.
 
     Args:
       params: ``embedding [V, r]`` of the token before, ``head [V, r]`` of the candidate, and the

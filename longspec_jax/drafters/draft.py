@@ -43,7 +43,7 @@ def pays_in_int8(target: Target) -> bool:
 
 
 LIKELY_TOKENS = 65_536
-"""Tokens that a reduced draft vocabulary holds where nobody named a number. Behind 4,000 tokens 0.5
+"""Tokens that a reduced draft vocabulary holds where nobody named a number. After 4,000 tokens 0.5
 to 0.8 % of code and prose are neither among them nor in the row's text (Llama 3, Qwen2.5; of half
 as many tokens 1.5 to 3 %, and sampled texts hold more rare tokens than that)."""
 _LEAST_SAVED = 0.06

@@ -1,11 +1,11 @@
 """EAGLE-1, EAGLE-2 and multi-token prediction: layers over the target's last hidden state.
 
-The target's hidden state of a token, behind the final norm, and the embedding of the token behind
+The target's hidden state of a token, after the final norm, and the embedding of the token after
 it are projected to one vector of the model's width, which a layer reads. The target's own LM head
 makes logits of its output. The output stands in for the hidden state that only the target knows, so
 the next level of a tree goes on from it. The drafter is EAGLE-3's.
 
-- EAGLE (arXiv 2401.15077, section 3): no norm before the attention, and none behind the layer. Both
+- EAGLE (arXiv 2401.15077, section 3): no norm before the attention, and none after the layer. Both
   papers train the same weights; EAGLE-2's tree, the best paths under a budget, is the one that all
   drafters here grow.
 - MTP (arXiv 2412.19437, section 2.2; arXiv 2509.18362): the two inputs are normed, each by itself.

@@ -362,7 +362,7 @@ class Eagle3Drafter(Drafter):
         hidden = tuple(sorted({*self.config.features}))
         if self.window is None:
             return Needs(hidden, queries=self.working.queries if self.working else ())
-        # An entry has the feature of a token and the token behind it: so has the oldest, and so
+        # An entry has the feature of a token and the token after it: so has the oldest, and so
         # has the last of the sinks.
         return Needs(hidden, recent=self.window + 1, first=self.sinks and self.sinks + 1)
 

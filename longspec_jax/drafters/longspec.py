@@ -57,7 +57,7 @@ from longspec_jax.ops.partitioned import with_sharding
 from longspec_jax.sharding import param_shardings
 
 WINDOW = 512
-"""Tokens behind it that a node's self-attention sees (LongSpec 3.1)."""
+"""Tokens before it that a node's self-attention sees (LongSpec 3.1)."""
 
 
 def check_vocab_size(vocab_size: int, target: TargetConfig) -> None:
@@ -92,7 +92,7 @@ class DraftConfig(LayerSizes):
     logit_cap: float | None = None
     """Bounds the logits softly after the division, as of the target."""
     window: Annotated[int, Whole()] = WINDOW
-    """A node sees the tokens at most this many positions behind it, and itself (LongSpec 3.1)."""
+    """A node sees the tokens at most this many positions before it, and itself (LongSpec 3.1)."""
 
     @classmethod
     def for_target(
@@ -386,7 +386,7 @@ class LongSpecDrafter(Drafter):
         if vocabulary is not None:
             noise = noise.among(vocabulary)
         ring = ring_positions(view.position, window)
-        # One buffer for ring and tree: a level's K/V are written behind the ring as it is run.
+        # One buffer for ring and tree: a level's K/V are written after the ring as it is run.
         nodes_kept = nodes_run(self.tree)
         slack = ((0, 0), (0, nodes_kept), (0, 0), (0, 0))
         rows = jnp.pad(state.keys, slack), jnp.pad(state.values, slack)
@@ -447,7 +447,7 @@ class MoreTokens(NamedTuple):
         return cls(vocabulary, jnp.take(draft.whole, own.tokens, axis=0), possible)
 
     def joined(self, logits: Float[Array, "B w v"], hidden: Float[Array, "B w D"]) -> Array:
-        """Logits of all tokens, ``[B, w, m]``, behind those of the draft vocabulary."""
+        """Logits of all tokens, ``[B, w, m]``, after those of the draft vocabulary."""
         products = jnp.einsum("bwd,bxd->bwx", hidden, self.head, preferred_element_type=jnp.float32)
         return jnp.concatenate([logits, products], axis=2)
 
@@ -468,7 +468,7 @@ def ring_positions(length: Lengths, window: int) -> Int[Array, "B W"]:
 def ring_mask(
     ring: Int[Array, "B W"], positions: Int[Array, "B T"], window: int
 ) -> Bool[Array, "B T W"]:
-    """Which ring slots each query sees: present ones at most ``window`` positions behind it."""
+    """Which ring slots each query sees: present ones at most ``window`` positions before it."""
     distance = positions[:, :, None] - ring[:, None, :]
     return (ring[:, None, :] >= 0) & (distance <= window)
 

@@ -58,7 +58,7 @@ class NgramState:
         return NgramState(write(self.tokens, slots, committed.tokens))
 
     def text(self, pending: Int[Array, " B"], position: Lengths) -> Int[Array, "B S"]:
-        """The tokens with the pending one behind them."""
+        """The tokens with the pending one after them."""
         rows = jnp.arange(pending.shape[0])
         return self.tokens.at[rows, position].set(pending, mode="drop")
 
@@ -138,7 +138,7 @@ class NgramDrafter(Drafter):
     def offer(self, params: Params, state: LookupState, view: View, noise: SamplingNoise) -> Tree:
         """The continuations of all places, side by side."""
         # The compiler finds that this was looked up before the round. Inside a hierarchy it was
-        # not: a partial round's tokens are behind the row's.
+        # not: a partial round's tokens are after the row's.
         found = self.find(state.row.text(view.pending, view.position), view.position)
         likely = noise.chances(state.counts.likely(found), found.tokens)
         return side_by_side(view.pending, found.tokens, path_totals(likely), self.tree)
@@ -148,7 +148,7 @@ class NgramDrafter(Drafter):
         """What followed the places that match best.
 
         Args:
-          text: tokens of each row; garbage behind ``last[b]``.
+          text: tokens of each row; garbage after ``last[b]``.
           last: position of each row's last token.
         """
         places, matched = best_places(match_lengths(text, last), self._places)
@@ -199,7 +199,7 @@ def match_lengths(text: Int[Array, "B S"], last: Lengths) -> Int[Array, "B S"]:
     """How many tokens up to every position equal those up to ``last[b]``, at most :data:`CONTEXT`.
 
     Args:
-      text: tokens of each row; garbage behind ``last[b]``.
+      text: tokens of each row; garbage after ``last[b]``.
       last: position of each row's last token.
 
     Returns:
@@ -252,7 +252,7 @@ def best_places(
 def continuations_of(
     text: Int[Array, "B S"], places: Int[Array, "B C"], period: Int[Array, "B C"], levels: int
 ) -> Int[Array, "B C levels"]:
-    """The tokens behind every place; of them the first ``period`` again and again."""
+    """The tokens after every place; of them the first ``period`` again and again."""
     steps = jnp.arange(levels) % period[:, :, None]
     return along((places + 1)[:, :, None] + steps, text)
 

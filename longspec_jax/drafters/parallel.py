@@ -1,6 +1,6 @@
 """The parallel LongSpec draft: one forward over a block of learnt slots proposes all tokens.
 
-A block is the pending token and learnt vectors in the slots behind it. Its layers are those of the
+A block is the pending token and learnt vectors in the slots after it. Its layers are those of the
 LongSpec draft (:class:`~longspec_jax.drafters.longspec.LongSpecLayer`): self-attention,
 cross-attention to the target's last-layer keys and values, MLP. The slots see each other in every
 layer. Only the first layer sees the tokens before the block, by self-attention keys and values of
@@ -8,10 +8,10 @@ their embeddings: these depend on (token, position) alone, so one ring of the la
 serves any number of layers and no committed token passes through a layer. A final norm precedes the
 target's LM head, because learnt vectors need not be of the size of embeddings.
 
-Slot ``j`` stands at the position of the pending token plus ``j`` and proposes the token behind it.
+Slot ``j`` stands at the position of the pending token plus ``j`` and proposes the token after it.
 All slots together read the target's cache in place, so a long cache is read once a round, whatever
 the depth of the tree. A level of the tree takes the logits of one slot, to which a Markov head of
-low rank adds behind every node what its token makes likely (DSpark, section 3.2).
+low rank adds after every node what its token makes likely (DSpark, section 3.2).
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ MOST_SLOTS = 16
 
 @dataclass(frozen=True)
 class ParallelConfig(Checked):
-    """LongSpec layers over a block: the pending token, and learnt slots behind it."""
+    """LongSpec layers over a block: the pending token, and learnt slots after it."""
 
     layer: DraftConfig
     """Of every layer; the first one's window counts the committed tokens before the block."""
@@ -64,7 +64,7 @@ class ParallelConfig(Checked):
     """Tokens of the target."""
     num_layers: Annotated[int, Whole(1, MOST_LAYERS)] = 3
     block: Annotated[int, Whole(2, MOST_SLOTS)] = 6
-    """Slots of a block, the pending token's included. Each proposes the token behind its own."""
+    """Slots of a block, the pending token's included. Each proposes the token after its own."""
     markov_rank: Annotated[int, Whole(0)] = 64
     """Rank of the head that corrects a slot's logits by the token before it; 0 without one."""
 
@@ -101,7 +101,7 @@ class ParallelLayers(nn.Module):
         attend_self: Callable[[int, Array, Array, Array], Array],
         attend_cross: Callable[[Array], Array],
     ) -> Array:
-        """Run the layers over ``M`` blocks of every row, one behind the other.
+        """Run the layers over ``M`` blocks of every row, one after the other.
 
         Args:
           pending: embeddings of the blocks' first tokens ``[B, M, D]``.
@@ -163,7 +163,7 @@ class ParallelParams(BlockParams):
         )
 
     def correction(self, tokens: Int[Array, "B w"]) -> Float[Array, "B w V"]:
-        """What the Markov head adds to the logits behind these tokens, float32."""
+        """What the Markov head adds to the logits after these tokens, float32."""
         before = look_up(self.markov["embedding"], tokens)
         return stored_logits(self.markov["head"], before)
 

@@ -2,9 +2,9 @@
 
 The first layer is EAGLE-3's (:mod:`longspec_jax.drafters.eagle3`), plain layers follow. A round
 runs them over a block: the slot of the pending token, which is EAGLE-3's root, and mask slots
-behind it. A mask slot has the embedding of a mask token and a learnt feature, since neither its
+after it. A mask slot has the embedding of a mask token and a learnt feature, since neither its
 token nor the target's feature is known. Slots see all entries and the slots before them, and slot
-``j`` proposes the token behind its own. Slots do not know of each other's tokens, so beam search by
+``j`` proposes the token after its own. Slots do not know of each other's tokens, so beam search by
 the sums of their log-probabilities is the tree of the best paths, as in
 :mod:`longspec_jax.drafters.dflash`.
 
@@ -53,7 +53,7 @@ USUAL_DEPTHS = 8
 
 @dataclass(frozen=True)
 class PEagleConfig(Eagle3Config):
-    """EAGLE-3's layer, plain ones behind it, and what stands in mask slots."""
+    """EAGLE-3's layer, plain ones after it, and what stands in mask slots."""
 
     num_layers: Annotated[int, Whole()] = 1
     """All of them."""
@@ -161,7 +161,7 @@ class PEagleDrafter(Drafter):
     def needs(self) -> Needs:
         """The hidden states that it fuses, of the tokens that the window reaches."""
         hidden = tuple(sorted({*self.config.features}))
-        # As EAGLE-3's entries, these have the token behind that of their feature.
+        # As EAGLE-3's entries, these have the token after that of their feature.
         reach = None if self.window is None else self.config.num_layers * self.window + 1
         return Needs(hidden, recent=reach)
 

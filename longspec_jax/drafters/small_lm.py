@@ -44,7 +44,7 @@ from longspec_jax.ops.caches import Caches
 from longspec_jax.ops.layer import append_rows
 
 SPARE = 64
-"""Slack slots behind those of committed tokens, where short blocks that are not kept are written.
+"""Slack slots after those of committed tokens, where short blocks that are not kept are written.
 More than the longest accepted path, and a multiple of 8, as kernels need it."""
 
 
@@ -92,7 +92,7 @@ class SmallLMDrafter(Drafter):
         return replace(state, choice=self.working.begin(batch))
 
     def extend(self, params: Params, state: SmallLMState, committed: Committed) -> SmallLMState:
-        """Run the small model over the tokens, each row behind its own past.
+        """Run the small model over the tokens, each row after its own past.
 
         Short blocks, as accepted paths are, see the working cache; chunks of a prompt see all.
         """
@@ -215,7 +215,7 @@ def _append_block(
     count: Lengths,
     cache_rows: Lengths | None = None,
 ) -> tuple[Array, ...]:
-    """All of a short block as one op; beyond the count it is garbage behind the new length."""
+    """All of a short block as one op; beyond the count it is garbage after the new length."""
     given, slots = fresh[0].shape[1], caches[0].shape[2]
     at = jnp.minimum(jnp.where(count > 0, start, slots), slots - given)
     path = jnp.broadcast_to(jnp.arange(given), (start.shape[0], given))

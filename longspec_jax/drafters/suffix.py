@@ -125,10 +125,10 @@ def texts_to_search(
     """What each row looks up its last tokens in: the ends of all other rows, and its own text.
 
     :data:`NOTHING` stands before every text, so that no match and no continuation crosses to
-    another one, and behind the row's own.
+    another one, and after the row's own.
 
     Args:
-      text: tokens of each row; garbage behind ``last[b]``.
+      text: tokens of each row; garbage after ``last[b]``.
       last: position of each row's last token.
       own: whether a row looks in its own text alone.
 

@@ -242,7 +242,7 @@ def beam_search(
       vocabulary: the tokens that scores are about, the same in all rows or each row's own; token
         ``i`` is the i-th if absent.
       implementation: of the choice among a level's continuations, as of the attention ops.
-      trust: how far the scores behind a node are trusted; fully if absent.
+      trust: how far the scores after a node are trusted; fully if absent.
     """
     choose = partial(best_continuations, implementation=implementation)
     batch, first, totals = pending.shape[0], 0, []

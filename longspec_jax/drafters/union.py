@@ -16,7 +16,7 @@ from longspec_jax.axes import Array
 from longspec_jax.drafters.tree import Tree, best_nodes, tree_paths
 
 NO_TOKEN = -1
-"""Behind the end of a path."""
+"""After the end of a path."""
 
 
 def union(offered: Mapping[int, Tree], levels: int, nodes: int) -> Tree:

@@ -200,7 +200,7 @@ def likely_trees(
 def _few(trees: Sequence[TreeConfig]) -> tuple[TreeConfig, ...]:
     """On a CPU, where a program takes seconds to compile: the first tree, and lookup alone.
 
-    Of trees behind chains, which pay at long contexts, the one on one level too.
+    Of trees after chains, which pay at long contexts, the one on one level too.
     """
     chained = trees[0].chain is not None
     return tuple(
@@ -214,7 +214,7 @@ def _chains(trees: Sequence[TreeConfig]) -> tuple[TreeConfig, ...]:
     """For a target of experts: chains no longer than the trees.
 
     64 nodes choose nearly all experts of a layer, and a plain step reads only those of one token.
-    Trees behind a chain stay: they verify the chain in partial forwards.
+    Trees after a chain stay: they verify the chain in partial forwards.
     """
     if any(tree.chain is not None for tree in trees):
         return tuple(trees)

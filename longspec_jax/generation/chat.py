@@ -139,7 +139,7 @@ def open_thought(decode: Callable[[list[int]], str], prompt: Sequence[int]) -> s
 
 
 def check_no_open_thought(decode: Callable[[list[int]], str], prompt: Sequence[int]) -> None:
-    """Refuse a grammar behind messages whose template has begun the model's reasoning.
+    """Refuse a grammar after messages whose template has begun the model's reasoning.
 
     Args:
       decode: the text of tokens, special ones included.

@@ -113,7 +113,7 @@ def score_gap(
 
     Args:
       run: of the plain call, whose cache holds all tokens before the last ones.
-      emitted: the tokens of each row behind its prompt, the last one included.
+      emitted: the tokens of each row after its prompt, the last one included.
 
     Returns:
       The difference, noise and temperature included; None if filters left out one of the two.
@@ -171,7 +171,7 @@ def _scores(
     tokens: Array,
     length: Array,
 ) -> Array:
-    """What the draw behind ``tokens[b]`` at position ``length[b]`` takes the argmax of."""
+    """What the draw after ``tokens[b]`` at position ``length[b]`` takes the argmax of."""
     length = length.astype(jnp.int32)
     mask = jnp.ones((tokens.shape[0], 1, 1), bool)
     token = tokens[:, None].astype(jnp.int32)

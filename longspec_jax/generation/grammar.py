@@ -1,7 +1,7 @@
 """What a row may emit, by a JSON schema, a regular expression or a Lark grammar.
 
 The library llguidance says which tokens may follow a text. A round needs that at every node of its
-tree: behind the node's own path. Sampling sees the allowed tokens alone: forbidden logits become
+tree: after the node's own path. Sampling sees the allowed tokens alone: forbidden logits become
 -inf before temperature and filters.
 
 The library bounds the work of a step and the size of what it builds. A grammar may meet a bound in
@@ -9,7 +9,7 @@ the midst of a text, and its matcher is of no use from then on. Whether it does 
 the matcher, or a copy of it, was ever asked. So a row has two that were compiled apart:
 
 * The row's own is asked what plain decoding asks, however the tokens were found: what may come
-  first, and behind every token of the text what may follow. Where it fails the row ends, behind
+  first, and after every token of the text what may follow. Where it fails the row ends, after
   that token, with the library's reason. No tree moves that end.
 * The other one follows the trees, and steps back at every branch. Where it fails the nodes that it
   has not judged have no path, and the row goes on without a draft. Nodes that the grammar has ruled
@@ -130,7 +130,7 @@ class GrammarState:
         self._next: np.ndarray | None = _first_tokens(own, vocabulary)
         """What may follow the row's last token; None once the row's own matcher has failed."""
         self._of_trees: LLMatcher | None = of_trees
-        """Behind the row's last token; None once it has failed."""
+        """After the row's last token; None once it has failed."""
         self._stops, self._ended = vocabulary.stop_tokens, False
 
     @property
@@ -164,7 +164,7 @@ class GrammarState:
     def allowed(self, tokens: Sequence[int], parents: Sequence[int]) -> TokenBits:
         """As of :class:`~longspec_jax.decoding.constrained.Constraint`.
 
-        The root may also be the last token of the prompt. Behind a stop token all is allowed.
+        The root may also be the last token of the prompt. After a stop token all is allowed.
         """
         bits = np.full((len(tokens), self._words), -1 if self._ended else 0, np.int32)
         if self._ended:
@@ -186,7 +186,7 @@ class GrammarState:
         children: Mapping[int, list[int]],
         bits: np.ndarray,
     ) -> bool:
-        """Ask the matcher below a node, behind which it stands; whether it could answer all."""
+        """Ask the matcher below a node, after which it stands; whether it could answer all."""
         for child in children.get(node, ()):
             token = int(tokens[child])
             if not _holds(bits[node], token):

@@ -62,7 +62,7 @@ class Batch(NamedTuple):
     def repeated(self, count: int) -> "Batch":
         """Every row ``count`` times, one after the other; the seed of the ``i``-th is ``i`` higher.
 
-        Seeds begin again at 0 behind the largest.
+        Seeds begin again at 0 after the largest.
         """
         request = jax.tree.map(lambda leaf: np.repeat(leaf, count, axis=0), self.request)
         more = np.tile(np.arange(count, dtype=np.uint32), len(self.prompts))

@@ -235,7 +235,7 @@ def free_host_bytes() -> int | None:
 
 
 def _entry(file: Path, name: str) -> int:
-    """The number behind a name in a file of names and numbers, one a line."""
+    """The number after a name in a file of names and numbers, one a line."""
     for line in file.read_text().splitlines():
         if line.startswith(f"{name} "):
             return int(line.split()[1])

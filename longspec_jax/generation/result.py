@@ -45,7 +45,7 @@ class TreeUse:
     rounds: int
     """Target passes; a pass of a batch counts once."""
     tokens: int
-    """Tokens emitted by all rows together, those behind a stop string included, which are read
+    """Tokens emitted by all rows together, those after a stop string included, which are read
     while the next round runs."""
     seconds: float
 
@@ -57,7 +57,7 @@ class Stats:
     prompt_tokens: tuple[int, ...]
     new_tokens: tuple[int, ...]
     """Emitted tokens. The prefill gives the first, decode rounds give the others. Tokens and rounds
-    behind a stop string do not count."""
+    after a stop string do not count."""
     target_passes: tuple[int, ...]
     """Target forward passes of the decode phase that the row took part in."""
     histograms: tuple[tuple[int, ...], ...]
@@ -128,7 +128,7 @@ class GenerateResult:
     its own draws and the accepted path. A round without a draft has its root alone."""
     scores: tuple[np.ndarray, ...] = ()
     """With ``output_scores=True``, of every row's ``n`` emitted tokens ``[n, V]``, float32: what
-    each was drawn from, behind biases, penalties, temperature and filters (-inf for what they leave
+    each was drawn from, after biases, penalties, temperature and filters (-inf for what they leave
     out), before the noise. Transformers' ``scores[step][row]`` is ``scores[row][step]`` here."""
     logits: tuple[np.ndarray, ...] = ()
     """The same with ``output_logits=True``, as the target gives them."""

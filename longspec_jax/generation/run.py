@@ -60,7 +60,7 @@ class RowOutput:
     done: bool = False
 
     def since(self, tokens: int, pieces: int) -> tuple[tuple[Any, ...], ...]:
-        """Tokens, drafted, pieces and log-probabilities behind the first ones."""
+        """Tokens, drafted, pieces and log-probabilities after the first ones."""
         by_token = self.tokens[tokens:], self.drafted[tokens:]
         return *map(tuple, by_token), tuple(self.pieces[pieces:]), tuple(self.logprobs[tokens:])
 
@@ -86,7 +86,7 @@ class Run(TextEngine):
     batch: Batch
     known: Known
     streams: bool
-    """Whether text is read as tokens come; else behind the last one."""
+    """Whether text is read as tokens come; else after the last one."""
     on_activity: OnActivity
     compile_seconds: float
     times: RoundTimes
@@ -185,7 +185,7 @@ class Run(TextEngine):
         dtype = self.plan.target.config.dtype
         remedy = "" if dtype == "float32" else "dtype float32, which has more range, or "
         return FloatingPointError(
-            f"the target's logits {where}behind {tokens} tokens are not finite, so that no "
+            f"the target's logits {where}after {tokens} tokens are not finite, so that no "
             f"token can be drawn: its weights or norms overflow {dtype}; try {remedy}another "
             "checkpoint"
         )
@@ -202,7 +202,7 @@ class Run(TextEngine):
         return self
 
     def rounds(self) -> Generator["Run", None, None]:
-        """Decode to the end; yield itself behind the prefill and whenever rows gain tokens.
+        """Decode to the end; yield itself after the prefill and whenever rows gain tokens.
 
         The time that the consumer takes is not counted. Close the iterator to stop early.
         """
@@ -264,7 +264,7 @@ def reads_rounds(batch: Batch, on_round: OnRound | None) -> bool:
     """Whether every round of a call is read while the next one runs.
 
     It is where someone listens, and where a stop string may end a row at any round: of a launch of
-    many rounds, all behind the stop string would be lost time.
+    many rounds, all after the stop string would be lost time.
     """
     return on_round is not None or bool(batch.stop_strings)
 

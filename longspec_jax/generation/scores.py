@@ -112,7 +112,7 @@ def _run_chunk(
     offset: Int[Array, " 1"],
     last: Int[Array, " 1"],
 ) -> tuple[Float[Array, "1 C D"], KVCache]:
-    """The hidden states of a chunk of a row, and the cache behind it."""
+    """The hidden states of a chunk of a row, and the cache after it."""
     with use_mesh(target.mesh):
         run = target.prefill_chunk(params, cache, tokens, offset, last)
     assert run.hidden is not None, "this target tells no hidden states"
@@ -132,11 +132,11 @@ def _score(
     sampling: Sampling,
     adjustments: Adjustments | None,
 ) -> tuple[dict[str, Float[Array, "n V"]], Adjustments | None]:
-    """Scores and logits behind ``size`` tokens of a chunk, of which ``count`` are wanted.
+    """Scores and logits after ``size`` tokens of a chunk, of which ``count`` are wanted.
 
     Args:
-      following: the tokens that were emitted behind each.
-      adjustments: before the first of these; returned as they are behind the last.
+      following: the tokens that were emitted after each.
+      adjustments: before the first of these; returned as they are after the last.
     """
     index = jnp.arange(size)
     with use_mesh(target.mesh):

@@ -70,7 +70,7 @@ def guessed_tokens(tree: TreeConfig) -> float:
     narrow = max(tree.widths) == 1
     share = NARROW if narrow else WIDE
     tokens = sum(share**depth for depth in range(1 + len(tree.widths)))
-    # What lookup finds goes on behind a chain. Among many nodes of a model it adds less.
+    # What lookup finds goes on after a chain. Among many nodes of a model it adds less.
     return FOUND * tokens if narrow and tree.lookup else tokens
 
 

@@ -63,10 +63,10 @@ class StopStrings:
         """Go on with a search, up to the first match.
 
         Args:
-          state: behind the text before; 0 at the beginning.
+          state: after the text before; 0 at the beginning.
 
         Returns:
-          The state behind them, and the match if one ends among them.
+          The state after them, and the match if one ends among them.
         """
         for index, character in enumerate(text):
             state = self._step(state, character)

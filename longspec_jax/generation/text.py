@@ -63,7 +63,7 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
-        """Start behind the given prompt, whose text is not returned.
+        """Start after the given prompt, whose text is not returned.
 
         Args:
           prompt: the tokens before the first pushed one; the last few matter.
@@ -136,7 +136,7 @@ class RowText:
     def __init__(
         self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stop_strings: Sequence[str] = ()
     ):
-        """Start behind a prompt, whose own text is not searched.
+        """Start after a prompt, whose own text is not searched.
 
         Args:
           prompt: the tokens before the first added one; the last few matter.
@@ -262,7 +262,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 def _beyond(text: str, shown: str) -> str:
-    """The rest of ``text`` behind the beginning that both share."""
+    """The rest of ``text`` after the beginning that both share."""
     return text[len(os.path.commonprefix([text, shown])) :]
 
 

@@ -101,7 +101,7 @@ class Attention(nn.Module):
     ) -> tuple[Array, Array, Array]:
         """Return partials ``[S, B, T, D]`` of the projected output, fresh keys and values."""
         c, qkv, scales, gates = self.config, self.qkv(x), None, None
-        if c.gated_attention:  # Every query's gate is behind it.
+        if c.gated_attention:  # Every query's gate is after it.
             pairs = 2 * self.groups
             gates = qkv[:, :, :, 1:pairs:2]
             qkv = jnp.concatenate([qkv[:, :, :, :pairs:2], qkv[:, :, :, pairs:]], axis=3)

@@ -37,7 +37,7 @@ class Caches:
     rings: tuple[int, ...] = struct.field(pytree_node=False, default=())
     """The layers whose slots are a ring."""
     states: Mapping[int, RecurrentState] = struct.field(default_factory=dict)
-    """Of every recurrent layer, behind all committed tokens."""
+    """Of every recurrent layer, after all committed tokens."""
     read_layer: int = struct.field(pytree_node=False, default=-1)
     """The layer that drafts read (:attr:`longspec_jax.config.target.TargetConfig.read_layer`)."""
     read_scales: HeadScales | None = struct.field(pytree_node=False, default=None)

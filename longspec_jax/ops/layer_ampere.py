@@ -148,7 +148,7 @@ def _split_kernel(
         head = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + (block - begin) * HEADS
         there = head < heads
         head = jnp.where(there, head, 0)
-        # Behind a key/value head's queries there are its key and its value.
+        # After a key/value head's queries there are its key and its value.
         group = jax.lax.rem(head, groups) if kind == 0 else groups + kind - 1
         kv_head = jax.lax.div(head, groups) if kind == 0 else head
         parts = [read(qkv_ref, row, kv_head * size + group, h + shift) for shift in (0, half)]

@@ -42,7 +42,7 @@ Fields = Mapping[str, Any]
 class Names:
     """Stored names of a layer's tensors, without ``.weight`` and ``.bias``.
 
-    One name for several parts is one tensor whose rows are the parts, one behind the other.
+    One name for several parts is one tensor whose rows are the parts, one after the other.
     """
 
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")

@@ -105,7 +105,7 @@ class Table:
 _QKV_ROWS = "(K G h)", "(K h)", "(K H)"
 """Small ``h`` is a head in the order of the family's rotation, ``H`` one in ours."""
 _GATED_ROWS = "(K A h)", "(K h)", "(K h)"
-"""The same where a gate is behind every query (``A``, twice ``G``). It is in the order of the
+"""The same where a gate is after every query (``A``, twice ``G``). It is in the order of the
 queries. So are the values then, and the columns of the output."""
 
 
@@ -371,7 +371,7 @@ def bind(
 ) -> Leaf:
     """Give a rule its sizes and its full names.
 
-    A name that comes several times is one tensor, whose rows are the sources one behind the other.
+    A name that comes several times is one tensor, whose rows are the sources one after the other.
 
     Args:
       shuffle: the stored place of every dimension of a rotated head; ours if absent.

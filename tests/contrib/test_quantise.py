@@ -93,7 +93,7 @@ def test_fp8_has_a_scale_an_output(source: Path, tmp_path: Path) -> None:
     assert codes.dtype == ml_dtypes.float8_e4m3fn and scale.shape == (64, 1)
     found = codes.astype(np.float32) * scale.astype(np.float32)
     wide = stored[f"{NAME}.weight"].astype(np.float32)
-    # Three bits behind the leading one; smaller numbers than 2^-6 in steps of 2^-9.
+    # Three bits after the leading one; smaller numbers than 2^-6 in steps of 2^-9.
     least = scale.astype(np.float32) * 2.0**-10
     assert (np.abs(found - wide) <= np.maximum(np.abs(wide) / 16, least) * 1.01).all()
     _, params = load_target(out, dtype="float32")

@@ -53,7 +53,7 @@ def published(folder: Path) -> dict[str, np.ndarray]:
 
 
 def test_heads_by_hand(tmp_path: Path) -> None:
-    """From the stored tensors: a chain of linear maps, each behind a norm and before another."""
+    """From the stored tensors: a chain of linear maps, each after a norm and before another."""
     stored, table = published(tmp_path), np.asarray(MODEL["head"], np.float64)
     params = load(tmp_path, TARGET).params
     hidden = np.random.default_rng(10).normal(size=(2, CONFIG.model_width)).astype(np.float32)
@@ -72,7 +72,7 @@ def test_heads_by_hand(tmp_path: Path) -> None:
 
 
 def test_what_followed_a_path_by_search() -> None:
-    """Behind every node the tokens that stand in the row behind its path, by the latest places."""
+    """After every node the tokens that stand in the row after its path, by the latest places."""
     random = np.random.default_rng(12)
     text, last = random.integers(0, 3, (2, 140)).astype(np.int32), np.array([138, 7], np.int32)
     given = jnp.asarray(text), jnp.asarray(last)

@@ -167,7 +167,7 @@ SIZES = RecurrenceConfig(key_heads=2, value_heads=4, key_width=6, value_width=10
 def recur(layer: int, tokens: RecurrentTokens, taps: jax.Array) -> jax.Array:
     """The recurrence's definition, token by token."""
     length, state = tokens.inputs.shape[1], empty_state(SIZES, 1, "float32")
-    inputs = tokens.inputs[..., : SIZES.inputs_width]  # Gates are behind them.
+    inputs = tokens.inputs[..., : SIZES.inputs_width]  # Gates are after them.
     padded = jnp.pad(inputs, ((0, 0), (3, 0), (0, 0), (0, 0)))
     mixed = sum(padded[:, tap : tap + length] * taps[:, :, tap] for tap in range(4))
     operands = recurrence._operands(

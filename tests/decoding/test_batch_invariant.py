@@ -180,7 +180,7 @@ def test_the_kernels_serve_meshes_of_hopper_gpus(hopper: None) -> None:
         assert is_chosen(on(axes), None)
     assert is_chosen(on({"tp": 2}, **experts()), True)
     assert_refused(on({"tp": 4}), "weights in multiples of 32, not 48")
-    assert_refused(on({"data": 2}, out_bias=True), "no kernel for a bias behind attention")
+    assert_refused(on({"data": 2}, out_bias=True), "no kernel for a bias after attention")
 
 
 STATES = RecurrenceConfig(key_heads=16, value_heads=32, key_width=128, value_width=128)

@@ -326,7 +326,7 @@ def test_candidates_are_none_a_smaller_and_the_tree_itself(widths, smaller) -> N
 
 
 def test_a_launch_in_which_no_row_emits_reports_no_round() -> None:
-    """As behind the last round of a stream, which is launched before that one is read."""
+    """As after the last round of a stream, which is launched before that one is read."""
     packed = np.zeros((1, 2, 60), np.int32)
     report = Report.of(packed, TreeConfig((1, 1)), Contents(2, trees=True))
     assert report.logprobs is not None and report.logprobs.shape == (0, 2, 3, 5)

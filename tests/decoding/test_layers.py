@@ -191,7 +191,7 @@ def test_nor_does_a_cache_in_the_hosts_memory(family: Family, kinds: str) -> Non
 def test_rows_that_come_and_go_share_prefixes_by_the_hosts_memory(family: Family) -> None:
     """Five requests in two slots, one of them cancelled. Slots alone share nothing.
 
-    The first prompt returns with the chunks that the host kept, and the window or the states behind
+    The first prompt returns with the chunks that the host kept, and the window or the states after
     them.
     """
     given = *family.given, family.plain
@@ -254,7 +254,7 @@ def test_the_bytes_of_rings_are_known(config: TargetConfig, offload: bool) -> No
 
 
 def test_trees_deeper_than_the_window_see_their_own_paths() -> None:
-    """Behind a prompt that wrapped the ring, and one that did not fill the window."""
+    """After a prompt that wrapped the ring, and one that did not fill the window."""
     target, params, prompts = WINDOWS.target, WINDOWS.models.target, WINDOWS.prompts
     length, random = np.array([61, 4]), np.random.default_rng(1)
     cache, logits = target.allocate(2, 96), jnp.zeros(())
@@ -288,7 +288,7 @@ def test_trees_deeper_than_the_window_see_their_own_paths() -> None:
 
 
 def test_a_state_is_that_of_the_committed_tokens() -> None:
-    """Of rows of unlike lengths, behind trees that were accepted in part."""
+    """Of rows of unlike lengths, after trees that were accepted in part."""
     target, models, plain = RECURRENT.target, RECURRENT.models, RECURRENT.plain
     state = assert_lossless(target, RECURRENT.longspec, models, *RECURRENT.given, plain)
     for row, own in enumerate(plain):

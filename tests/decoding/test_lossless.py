@@ -259,7 +259,7 @@ def lossy(budget: BlockBudget, tree: str) -> Hierarchy:
 def test_the_lossy_option_fails_where_all_others_pass(tree: str) -> None:
     """Negative control; and where it sees all of the context it is no other than they."""
     req = EVERY[0]
-    if tree != "chain:6":  # The other one runs the same chain, and a tree behind it.
+    if tree != "chain:6":  # The other one runs the same chain, and a tree after it.
         TRANSFORMER.same(lossy(BlockBudget(64, 4, 8, 4), tree), LONGSPEC, [req])
     rows, state = TRANSFORMER.run(lossy(FEW, tree), LONGSPEC, req)
     plain = TRANSFORMER.plain(req)
@@ -372,7 +372,7 @@ def test_output_does_not_depend_on_chunk_capacity_or_neighbours(name: str) -> No
 def test_cached_decoding_equals_running_the_whole_text_again() -> None:
     """The oracle that uses no cache: every token from one causal pass over all before it."""
     rows, _ = TRANSFORMER.run(LongSpecDrafter(DRAFT, TREES[0]), LONGSPEC, request())
-    # Padded to one length: no token sees what is behind it.
+    # Padded to one length: no token sees what is after it.
     text = np.zeros((3, int((LENGTHS + NEW).max())), np.int32)
     for b, row in enumerate(rows):
         text[b, : LENGTHS[b] + NEW[b]] = [*TRANSFORMER.tokens[b, : LENGTHS[b]], *row]

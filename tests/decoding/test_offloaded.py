@@ -51,13 +51,13 @@ def read_all(cache: KVCache, queries: jax.Array) -> list[jax.Array]:
 def test_a_layer_sets_out_when_the_one_before_the_last_has_been_read() -> None:
     """Two are on the device at a time: all moves but the first layer's wait for queries.
 
-    They wait only if the queries behind the barrier are used, too: the compiler drops the rest.
+    They wait only if the queries after the barrier are used, too: the compiler drops the rest.
     """
     assert_moves_wait(jax.make_jaxpr(read_all)(both_caches()[1], QUERIES).eqns)
 
 
 def test_a_partial_forward_at_spans_moves_layers_as_a_whole_pass_does() -> None:
-    """One behind the other: where a selection is read in place, as when it is all there is."""
+    """One after the other: where a selection is read in place, as when it is all there is."""
     params, nodes = random_target(CONFIG), jnp.zeros((BATCH, 3), jnp.int32)
     mask = jnp.broadcast_to(jnp.tri(3, dtype=bool), (BATCH, 3, 3))
 

@@ -187,7 +187,7 @@ def test_levels_that_are_run_one_by_one_are_one_tree(setting: Setting) -> None:
 
 
 def test_a_view_from_further_on_sees_the_tokens_between(setting: Setting) -> None:
-    """Chains of 3, 1 and 0 tokens in two parts, and a tree behind them."""
+    """Chains of 3, 1 and 0 tokens in two parts, and a tree after them."""
     view, spans = setting.view, SinksAndRecent(2, 4)(setting.view.length)
     nodes, parts = np.asarray(setting.nodes), np.array([[2, 1], [1, 0], [0, 0]])
 

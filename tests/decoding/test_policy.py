@@ -214,7 +214,7 @@ def test_a_pause_in_the_first_burst_after_a_warm_up_is_found_out(pause: float) -
 
 
 def test_a_look_that_comes_first_replaces_the_tree_that_was_to_begin_by_no_narrow_margin() -> None:
-    """Behind the look lookup leads by 1.05; its rounds would not show that this was chance."""
+    """After the look lookup leads by 1.05; its rounds would not show that this was chance."""
     shows = (True, False, False), (True, True, False), (True, True, True)
     seconds, guesses = (1e-3, 1.7e-3, 2.3e-3), (1.0, 2.4, 3.1)
     policy = FastestWithinBudget.timed(seconds, guesses, wait=2e-3, shows=shows)
@@ -233,7 +233,7 @@ def test_a_candidate_that_verifies_only_what_pays_is_not_given_up() -> None:
     for least, looked in (({}, 0), ({NARROW: 1.02 * UNIT}, 8)):
         policy = FastestWithinBudget.timed(seconds, tokens, shows=SHOWS, least=least)
         assert rounds_of([policy.choose()], NARROW) == looked
-        if looked:  # A launch of it is not ended behind every round.
+        if looked:  # A launch of it is not ended after every round.
             running = replace(policy, running=NARROW)
             assert running.leader == NARROW
             assert running.watch(Choice(NARROW, 8)).leads(NARROW)

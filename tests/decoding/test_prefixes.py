@@ -90,7 +90,7 @@ def test_the_hosts_memory_is_bounded_and_drops_what_was_used_longest_ago() -> No
     host.put(b"d", "d", 4)
     assert b"c" not in host and host.bytes == 10
     host.put(b"e", "e", 3)
-    # Without the first chunk those behind it are of no use, so it goes last.
+    # Without the first chunk those after it are of no use, so it goes last.
     assert b"b" not in host and host.find([b"a", b"b", b"d"]) == ["a"]
     host.put(b"f", "f", 11)
     assert b"f" not in host and host.bytes == 10
@@ -215,7 +215,7 @@ def test_a_warm_row_is_a_cold_one_bit_for_bit(kind: str) -> None:
         length = int(rows[0][2][0])
         for mine, its in zip(jax.tree.leaves(own[0]), jax.tree.leaves(rows[0][0]), strict=True):
             np.testing.assert_array_equal(mine[:, :, :length], its[:, :, :length])
-        if kind != "small_lm":  # What lies behind its committed tokens may be anything.
+        if kind != "small_lm":  # What lies after its committed tokens may be anything.
             jax.tree.map(np.testing.assert_array_equal, own[1], rows[0][1])
         else:
             for mine, its in zip(own[1].cache.keys, rows[0][1].cache.keys, strict=True):

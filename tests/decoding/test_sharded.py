@@ -75,7 +75,7 @@ def chosen_chunks(attention: str | None) -> Drafter:
 
 
 def partial_passes(attention: str | None) -> Drafter:
-    """The target over spans of all layers' caches, behind a chain and a tree."""
+    """The target over spans of all layers' caches, after a chain and a tree."""
     inner = StreamingDrafter(TreeConfig((1,)), SinksAndRecent(1, 2))
     return Hierarchy(inner, SinksAndRecent(2, 3), TreeConfig((1,) * 6))
 

@@ -166,7 +166,7 @@ class Listening(Given):
 
 @partial(jax.jit, static_argnums=0)
 def extended(drafter: Any, params: Any, state: Any, block: Any) -> Any:
-    """A draft's state behind a block: tokens, start, count, and the target's hidden states."""
+    """A draft's state after a block: tokens, start, count, and the target's hidden states."""
     tokens, start, count, *hidden = block
     if not hidden:
         return drafter.extend(params, state, Committed(tokens, start, count))
@@ -178,7 +178,7 @@ def extended(drafter: Any, params: Any, state: Any, block: Any) -> Any:
 def proposed(
     drafter: Any, params: Params, block: Any, pending: Any, following: Any = None
 ) -> tuple[Any, list[jax.Array]]:
-    """A tree behind a text, and the logits at the nodes of every level."""
+    """A tree after a text, and the logits at the nodes of every level."""
     rows, slots = block[0].shape
     state = extended(drafter, params, drafter.begin(params, rows, slots), block)
     none = jnp.zeros((rows, 1, 8, 8))

@@ -90,7 +90,7 @@ def chain_by_hand(
     hidden: np.ndarray,
     following: list[int],
 ) -> list[np.ndarray]:
-    """The logits of a chain behind a text, the whole sequence anew at every step.
+    """The logits of a chain after a text, the whole sequence anew at every step.
 
     Args:
       w: the stored tensors, without the prefix of the layer.
@@ -140,7 +140,7 @@ def chain_by_hand(
 
 @partial(jax.jit, static_argnums=0)
 def _chain(drafter: Eagle3Drafter, params: Params, text: Any, hidden: Any, following: Any) -> Any:
-    """The logits of a chain behind a text that comes in two blocks."""
+    """The logits of a chain after a text that comes in two blocks."""
     rows, length = text.shape[0], text.shape[1] - 1
     state, zeros = drafter.begin(params, rows, 16), jnp.zeros(rows, int)
     for first, last in ((0, 4), (4, length)):

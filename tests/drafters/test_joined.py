@@ -117,7 +117,7 @@ def test_counts_say_what_was_right_of_a_row_s_own_text() -> None:
     tried, right = np.asarray(counts.tried), np.asarray(counts.right)
     kinds = SHARES.shape[1]
     assert tried[0].sum() == 5 and right[0].sum() == 3
-    assert tried[0, 2 * kinds + 3] == 1 == right[0, 2 * kinds + 3]  # 1 behind four tokens.
+    assert tried[0, 2 * kinds + 3] == 1 == right[0, 2 * kinds + 3]  # 1 after four tokens.
     assert right[0, 3 * kinds + 3] == 1 and right[0, 2 * kinds + 4] == 0  # 4, and not 3.
     assert tried[1].sum() == 2 and right[1].sum() == 1  # One token is known.
     trusted = counts.likely(found)

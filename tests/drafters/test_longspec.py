@@ -53,7 +53,7 @@ def test_ring_positions_by_hand() -> None:
 
 
 def test_window_edge_is_inclusive() -> None:
-    """512 past keys and the query's own: a key exactly ``window`` positions behind is seen."""
+    """512 past keys and the query's own: a key exactly ``window`` positions before is seen."""
     ring = ring_positions(jnp.array([7]), 5)  # positions 5 6 2 3 4
     mask = ring_mask(ring, jnp.array([[7, 8, 9]]), 5)
     np.testing.assert_array_equal(

@@ -288,7 +288,7 @@ class Oracle(torch.nn.Module):
 def test_chains_equal_pytorch(name: str, tmp_path: Path) -> None:
     """Of the stored tensors: order of the projection, norms, positions, what is fed back.
 
-    And behind sinks and a window, where the chain is that over the text without what lies between.
+    And after sinks and a window, where the chain is that over the text without what lies between.
     """
     config, tensors = TARGETS[name], published(tmp_path, name)
     draft = load(tmp_path, GIVEN[name])

@@ -86,7 +86,7 @@ def test_an_mtp_layer_changes_no_token(name: str, window: int | None, tmp_path: 
 
 
 def test_the_layer_of_a_recurrent_target_changes_no_token() -> None:
-    """Behind all entries, behind a window that wraps, and joined with lookup."""
+    """After all entries, after a window that wraps, and joined with lookup."""
     family = RECURRENT
     draft = test_mtp.random_draft(family.config, family.models.target)
     alone = draft.drafter(TREE)
@@ -158,7 +158,7 @@ def test_a_parallel_draft_changes_no_token() -> None:
 
 
 def test_medusa_changes_no_token() -> None:
-    """And what a row keeps is the last token's hidden state behind the final norm."""
+    """And what a row keeps is the last token's hidden state after the final norm."""
     state = decoded(HEADS.drafter(TREE), HEADS.params)
     texts = [TRANSFORMER.text(row, TEXTS) for row in range(3)]
     padded = np.zeros((3, max(map(len, texts))), np.int32)

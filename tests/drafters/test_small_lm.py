@@ -41,14 +41,14 @@ def dense_logits(text: jax.Array) -> jax.Array:
 
 
 def path_logits(row: int, length: int, path: tuple[int, ...]) -> np.ndarray:
-    """Logits behind a path below a row's pending token."""
+    """Logits after a path below a row's pending token."""
     text = [*TOKENS[row, :length], int(PENDING[row]), *path]
     padded = jnp.asarray(text + [0] * (24 - len(text)), jnp.int32)
     return np.asarray(dense_logits(padded)[len(text) - 1])
 
 
 def assert_committed_slots_equal(ours: SmallLMState, theirs: SmallLMState, lengths: Any) -> None:
-    """The slots of committed tokens agree; what lies behind them is of no concern."""
+    """The slots of committed tokens agree; what lies after them is of no concern."""
     assert int(np.max(lengths)) > 0
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         for row, length in enumerate(lengths):

@@ -30,7 +30,7 @@ def load_small_lm(folder, target, options=None, *, tokenizer=None, mesh=None) ->
 
 
 def tokenizer(words: int = 90, special: str = "<end>", **changes: str) -> Tokenizer:
-    """Words numbered from 0 on, one of them perhaps another, and a special token behind them."""
+    """Words numbered from 0 on, one of them perhaps another, and a special token after them."""
     known = {changes.get(f"w{i}", f"w{i}"): i for i in range(words)}
     made = Tokenizer(models.WordLevel(known, unk_token="w0"))
     made.add_special_tokens([AddedToken(special)])

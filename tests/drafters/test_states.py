@@ -43,7 +43,7 @@ class Kind(NamedTuple):
     """Hidden states of the target that it reads."""
     counts: list[list[int]] = COUNTS
     by_slot: bool = False
-    """Whether slots behind the committed tokens may hold anything."""
+    """Whether slots after the committed tokens may hold anything."""
 
 
 DFLASH = DFlashDrafter(dflash.DFLASH, sinks=2, window=12)
@@ -63,7 +63,7 @@ KINDS = {
 
 @pytest.mark.parametrize("name", KINDS)
 def test_blocks_of_any_count_make_the_state_of_the_whole_text(name: str) -> None:
-    """With garbage behind what counts, and rows that stand still."""
+    """With garbage after what counts, and rows that stand still."""
     drafter, draft, features, counts, by_slot = KINDS[name]
     params, hidden = Params(TRANSFORMER.params, draft), HIDDEN[:features]
     begun = drafter.begin(params, 2, 16)

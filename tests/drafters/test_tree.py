@@ -26,7 +26,7 @@ from tests.kit import each_row
 
 
 def test_a_tree_hangs_where_its_row_s_chain_ends() -> None:
-    """Behind all of it, behind its first link, and, where there is no such node, behind nothing."""
+    """After all of it, after its first link, and, where there is no such node, after nothing."""
 
     @jax.jit
     def by_hand() -> Tree:

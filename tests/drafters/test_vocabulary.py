@@ -159,7 +159,7 @@ def test_first_merges_win() -> None:
 
 
 def test_own_tokens_are_a_ring_of_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are not listed, the latest, each once; what is behind the count is nobody's."""
+    """Those that are not listed, the latest, each once; what is after the count is nobody's."""
     monkeypatch.setattr(vocabulary, "OWN_TOKENS", 4)
     listed = jnp.arange(20) < 10
     own = OwnTokens.begin(2)

@@ -1,4 +1,4 @@
-"""The first divergence of two sequences, where the draw behind it is no ordinary one."""
+"""The first divergence of two sequences, where the draw after it is no ordinary one."""
 
 from types import SimpleNamespace
 

@@ -104,7 +104,7 @@ def test_what_a_row_has_built_is_nothing_to_the_others(vocabulary) -> None:
 
 
 def test_nodes_that_cannot_be_judged_have_no_path(vocabulary) -> None:
-    """Nor any behind them; the row goes on, and later trees have no path either."""
+    """Nor any after them; the row goes on, and later trees have no path either."""
     state = compile_grammar(vocabulary, regex="g(b[cd]+|(a?){500}a{500})").state()
     state.advance(ids("g"))
     tree = ids("gbaac"), [-1, 0, 0, 2, 1]

@@ -30,7 +30,7 @@ from tests.kit import each_row
 SOME = TREES[:3]
 """Plain decoding, a chain and a tree."""
 GROWS = "(a?){500}a{500}"
-"""Too large behind its first letter."""
+"""Too large after its first letter."""
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_a_draft_token_that_meets_a_bound_changes_no_text(engine, candidate) -> 
 
 @pytest.mark.parametrize("candidate", range(len(SOME)), ids=map(str, SOME))
 def test_a_row_whose_grammar_meets_a_bound_ends_alone(engine, candidate) -> None:
-    """Behind the same token with every tree, with the library's reason; the others go on."""
+    """After the same token with every tree, with the library's reason; the others go on."""
     wide = {f"p{index}": {"type": "integer"} for index in range(600)}
     schema = {"type": "object", "properties": wide, "additionalProperties": False}
     grammars = [

@@ -174,7 +174,7 @@ def test_logits_that_are_not_finite_stop_the_run(on_round, temperature) -> None:
     spoiled = dataclasses.replace(
         spec, target_params={**spec.target_params, "embedding": embedding}
     )
-    with pytest.raises(FloatingPointError, match="logits .*behind .* tokens are not finite"):
+    with pytest.raises(FloatingPointError, match="logits .*after .* tokens are not finite"):
         spoiled.generate([PROMPT, PROMPT[:9]], **options)
 
 

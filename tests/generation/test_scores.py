@@ -52,7 +52,7 @@ def ours(spec: LongSpec, **options: Any) -> Any:
 
 
 def by_transformers(model: Any, tokens: list[int], **options: Any) -> tuple[Any, Any]:
-    """Scores and logits ``[V]`` behind some tokens, by a call for one token."""
+    """Scores and logits ``[V]`` after some tokens, by a call for one token."""
     config = GenerationConfig(max_new_tokens=1, return_dict_in_generate=True, pad_token_id=0)
     config.update(output_scores=True, output_logits=True, **options)
     found = model.generate(torch.tensor([tokens]), config)

@@ -1,4 +1,4 @@
-"""What this version computes, recorded before a change and compared behind it.
+"""What this version computes, recorded before a change and compared after it.
 
     python -m tests.golden record FOLDER
     python -m tests.golden compare FOLDER [--only tokens|digests|training] [--names GLOB]

@@ -70,7 +70,7 @@ def conversed(loaded, monkeypatch, lines: list[Any], terminal: bool = False) -> 
 
 
 def generated(loaded, document: str) -> str:
-    """The text behind a document, as a request of its own."""
+    """The text after a document, as a request of its own."""
     engine, said = loaded.conversation._engine, ""
     engine.submit(document, **SAMPLING, eos_token_id=[])
     while engine.busy:
@@ -224,7 +224,7 @@ def test_in_a_real_terminal() -> None:
 
 
 def shown_after(terminal: int, keys: bytes, until: str, again: bool = False) -> str:
-    """What a terminal shows behind keys that are typed once the program reads them.
+    """What a terminal shows after keys that are typed once the program reads them.
 
     Until then the terminal gives lines, and readline asks for single keys.
     """

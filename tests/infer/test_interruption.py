@@ -152,7 +152,7 @@ def test_numbers_are_written_before_the_screen_is_closed(folders, monkeypatch, t
 
 
 class Failing(Interrupted):
-    """A library call that fails after two rounds, behind so many that succeed."""
+    """A library call that fails after two rounds, after so many that succeed."""
 
     def __init__(self, monkeypatch, before: int, error: Exception):
         super().__init__(monkeypatch, before)
@@ -182,15 +182,15 @@ def test_a_failure_keeps_what_was_finished(folders, monkeypatch, tmp_path, capsy
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        ('"ab"\n"cd"', "error: the target's logits of batch.jsonl, line 2 behind 3 tokens are not"),
-        ('"ab"', "error: the target's logits behind 3 tokens are not finite; try dtype=float32\n"),
+        ('"ab"\n"cd"', "error: the target's logits of batch.jsonl, line 2 after 3 tokens are not"),
+        ('"ab"', "error: the target's logits after 3 tokens are not finite; try dtype=float32\n"),
     ],
 )
 def test_a_model_that_overflows(folders, monkeypatch, tmp_path, capsys, lines, said) -> None:
     """A failure of the run, in words, with the row as it was written."""
     path = tmp_path / "batch.jsonl"
     path.write_text(lines)
-    words = "the target's logits of row 1 behind 3 tokens are not finite; try dtype=float32"
+    words = "the target's logits of row 1 after 3 tokens are not finite; try dtype=float32"
     alone = words.replace(" of row 1", "")
     Failing(monkeypatch, 0, FloatingPointError(words if "\n" in lines else alone))
     assert decode.main([*folders, f"--batch={path}"]) == 1

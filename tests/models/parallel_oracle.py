@@ -125,6 +125,6 @@ class ParallelOracle(DraftOracle):
         return self.norm(x, "norm")
 
     def correction(self, tokens):
-        """What the Markov head adds to logits behind these tokens."""
+        """What the Markov head adds to logits after these tokens."""
         first, second = (self.state[f"markov_head.markov_w{part}.weight"] for part in (1, 2))
         return first[tokens] @ second.T

@@ -67,7 +67,7 @@ def _edit(folder: Path, *removed: str, **values: Any) -> None:
 
 
 def _logits(folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Logits behind the last token: ours and transformers'."""
+    """Logits after the last token: ours and transformers'."""
     tokens = np.random.default_rng(3).integers(3, 97, (1, LENGTH))
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", dtype=torch.float32

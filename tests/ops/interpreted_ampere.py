@@ -42,7 +42,7 @@ def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
         return source[...][at]
 
     def scatter(target: Ref, at: tuple[Any, ...], value: Array, there: Array, _: Any) -> None:
-        # What is not there goes to a place behind the last one, and is dropped.
+        # What is not there goes to a place after the last one, and is dropped.
         *before, last = at
         last = jnp.where(there, last, target.shape[-1])
         target[...] = target[...].at[(*before, last)].set(value.astype(target.dtype), mode="drop")

@@ -71,7 +71,7 @@ def test_split_heads_kernel(
 @pytest.mark.parametrize("interpret", COMPILED)
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_heads_go_among_others(interpret: bool, tokens: int) -> None:
-    """As a level of a draft's tree goes behind its window: one position, neighbouring places."""
+    """As a level of a draft's tree goes after its window: one position, neighbouring places."""
     qkv, (cos, sin) = normal(0, 2, tokens, 2, 6, 24), angles(1, 2, 1, 12)
     rows = normal(2, 2, 7, 2, 24), normal(3, 2, 7, 2, 24)
     same = (jnp.broadcast_to(each, (2, tokens, 12)) for each in (cos, sin))

@@ -68,7 +68,7 @@ def logprob(token: int) -> Any:
 
 @dataclass
 class ScriptedEngine:
-    """Answers with the letters behind the prompt's last one, two accepted tokens a round.
+    """Answers with the letters after the prompt's last one, two accepted tokens a round.
 
     ``gate`` holds back all steps, from the first one if ``held``; ``fail`` is raised by the next.
     """

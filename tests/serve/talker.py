@@ -32,7 +32,7 @@ XML = HERMES.replace(
 THINKING = (
     "{% if enable_thinking is not false %}<think>\n{% else %}<think>\n\n</think>\n\n{% endif %}"
 )
-"""What opens the reasoning, behind either."""
+"""What opens the reasoning, after either."""
 HARMONY = (
     "{% for message in messages %}<|start|>{{ message.role }}<|message|>{{ message.content }}"
     "{% for call in message.tool_calls or [] %} to=functions.{{ call.function.name }}<|channel|>"

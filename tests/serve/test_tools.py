@@ -288,7 +288,7 @@ def test_a_text_between_tags_keeps_what_looks_like_tags() -> None:
 
 
 def allows(text: str, markup: Markup, tokenizer: Any, **asked: Any) -> bool:
-    """Whether a grammar allows all of a text, and an end behind it."""
+    """Whether a grammar allows all of a text, and an end after it."""
     options: dict[str, Any] = {"parallel": True, "thinking": False} | asked
     tools = options.pop("tools", KNOWN)
     form, choice = options.pop("form", {}), options.pop("choice", "required")

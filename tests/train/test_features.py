@@ -136,7 +136,7 @@ def test_a_stage_that_draws_positions_runs_the_target(
 
 
 def test_parts_are_read_as_they_were_computed(tmp_path: Path) -> None:
-    """Of rows of two lengths, read back from files; 0 behind a row's end."""
+    """Of rows of two lengths, read back from files; 0 after a row's end."""
     target = tiny_target_config(num_layers=3)
     params, reads = random_target(target), Reads(True, True, (-1, 1))
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 101, (2, 11)))

@@ -34,7 +34,7 @@ def test_a_step_whose_time_was_skipped_has_no_speed() -> None:
     steps = metering(log)
     for step in range(4):
         steps.add(step, {"loss": 1.0, "lr": 0.1}, 1024)
-        if step in (0, 2):  # It compiled; the next was behind a save.
+        if step in (0, 2):  # It compiled; the next was after a save.
             steps.skip()
     steps.flush()
     written = log.steps

@@ -56,7 +56,7 @@ def test_the_table_orders_tokens_by_count(folder: Path, capsys) -> None:
         (counts[i] for i in range(size) if i not in special), reverse=True
     )
     printed = capsys.readouterr().out
-    assert f"3 documents, {counts.sum() + 3} tokens" in printed  # An end behind every document.
+    assert f"3 documents, {counts.sum() + 3} tokens" in printed  # An end after every document.
     assert f"--draft_option=vocabulary={size}: 100.00% of the corpus" in printed
 
 

@@ -224,7 +224,7 @@ def _hub_rows(data: DataConfig, revision: str | None) -> Iterator[tuple[int, Any
 
 
 def _repository(name: str) -> tuple[str, str | None]:
-    """``owner/name`` and the file behind it, if there is one."""
+    """``owner/name`` and the file after it, if there is one."""
     owner, *rest = name.split("/", 2)
     return "/".join([owner, *rest[:1]]), rest[1] if len(rest) > 1 else None
 

@@ -181,7 +181,7 @@ def cut_turns(turns: Iterable[EncodedTurn], data: DataConfig, seq_len: int) -> R
     """Tokens and weights of a document, at most ``seq_len`` of them.
 
     System prompts are not learned, questions only where prompts are not masked. A masked question
-    is shortened so that an answer of ``answer_room`` tokens fits behind it.
+    is shortened so that an answer of ``answer_room`` tokens fits after it.
     """
     tokens, weights, length = [np.zeros(0, np.int32)], [np.zeros(0, np.float32)], 0
     for ids, role in turns:

@@ -99,7 +99,7 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> ModelToke
 
 
 def encode_documents(tokenizer: ModelTokenizer, texts: Iterable[str]) -> Iterator[np.ndarray]:
-    """Token ids of every text, with the tokenizer's own BOS in front and EOS behind."""
+    """Token ids of every text, with the tokenizer's own BOS in front and EOS after."""
     for [turn] in encode(([Turn(text)] for text in texts), tokenizer, ""):
         yield turn.ids
 
@@ -136,7 +136,7 @@ def write_tokens(path: Path, parts: Iterator[np.ndarray], vocab_size: int) -> in
     """Write token arrays one after another in the narrowest type; returns how many there are.
 
     The length is known only at the end, so that the parts go to a raw file first and are then
-    copied behind a NumPy header; a reader never sees a half-written file.
+    copied after a NumPy header; a reader never sees a half-written file.
     """
     kind = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
     total = 0
@@ -265,7 +265,7 @@ def _written(turn: Turn, template: str) -> str:
 
 
 def _ended(ids: list[int], turn: Turn, end: int | None) -> np.ndarray:
-    """The tokens of a turn, with the end-of-text token behind plain text."""
+    """The tokens of a turn, with the end-of-text token after plain text."""
     if not turn.role and end is not None and ids[-1:] != [end]:
         ids = [*ids, end]
     return np.asarray(ids, np.int32)

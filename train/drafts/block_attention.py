@@ -35,7 +35,7 @@ def block_attention(
     """Attention of blocks to the text before their anchors, and to themselves.
 
     Args:
-      q: queries of the blocks' slots, one block behind the other.
+      q: queries of the blocks' slots, one block after the other.
       past: keys and values of all tokens of the rows ``[B, T, K, H]``; None: nothing of the text.
       anchors: a block sees tokens before its own.
       every: as of :func:`train.drafts.blocks.drawn_anchors`.
@@ -75,7 +75,7 @@ def _to_all(
     """Blocks that see all of the text before them, by the fused causal kernel.
 
     Every stretch of ``every`` tokens has one block, whose slots stand in the places of the stretch
-    before. From there a slot sees nothing behind its anchor: the first slot what lies before that
+    before. From there a slot sees nothing after its anchor: the first slot what lies before that
     stretch, each other one a token more. What is left is near, one or two stretches, and joins the
     block's own keys. Blocks of more slots than places share these among their heads.
     """
@@ -113,7 +113,7 @@ def _near(
     own: tuple[Array, Array] | None,
     causal: bool,
 ) -> _Near:
-    """Attention to a block's own keys, and to those behind a place's but before the anchor."""
+    """Attention to a block's own keys, and to those after a place's but before the anchor."""
     rows, blocks, every, _, width = places.shape
     kv_heads, precision = keys.shape[2], matmul_precision(places.dtype)
     grouped = places.reshape(rows, blocks, every, kv_heads, -1, width)
@@ -155,7 +155,7 @@ def _near(
 
 
 def _padded(each: Float[Array, "B t ..."], length: int) -> Float[Array, "B T ..."]:
-    """With zeros behind the last token."""
+    """With zeros after the last token."""
     room = ((0, 0), (0, length - each.shape[1]), *((0, 0),) * (each.ndim - 2))
     return jnp.pad(each, room)
 

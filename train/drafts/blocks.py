@@ -32,7 +32,7 @@ def even_anchors(rows: int, length: int, every: int) -> Int[Array, "B M"]:
 
 
 def places(anchors: Int[Array, "B M"], block: int) -> Int[Array, "B slots"]:
-    """The index in its row of every slot's token, blocks one behind the other.
+    """The index in its row of every slot's token, blocks one after the other.
 
     May be beyond the row.
     """

@@ -1,7 +1,7 @@
 """What a DFlash draft learns under a frozen target, and how it is begun and exported.
 
 Blocks begin at random anchors in every row (:mod:`train.drafts.blocks`): the text's token at the
-anchor and mask tokens behind it, whose slots see each other and, in every layer, what is made of
+anchor and mask tokens after it, whose slots see each other and, in every layer, what is made of
 the target's features before the anchor. Slot ``j`` learns the text's token at its own place (arXiv
 2602.06036). The text should be the target's own, which ``python -m train.regenerate`` makes of any.
 
@@ -100,7 +100,7 @@ def run_blocks(
         block = jnp.concatenate([pending, masks], axis=2).reshape(rows, -1)
         [embedded] = with_sharding("b t d", jnp.take(embedding, block, axis=0))
         embedded = scaled(embedded, factor)
-        # Positions go on behind the row's end.
+        # Positions go on after the row's end.
         at = positions[:, :1] + places(anchors, config.block)
         run = recomputing(run, rows, at.size, mlp_chunk)
         hidden = [view.kept[each] for each in config.features]
@@ -134,7 +134,7 @@ class DFlashObjective:
     def sums(self, params: PyTree, frozen: PyTree, batch: Batch, draws: Array) -> dict[str, Array]:
         """The loss, and its parts where there are two; a row's weights sum up to its tokens'.
 
-        Where the text alone is learned, nothing reads the target behind the last of the draft's
+        Where the text alone is learned, nothing reads the target after the last of the draft's
         features, and the compiler leaves out the rest.
         """
         hidden, view = self._run(params, frozen, batch, draws)

@@ -88,7 +88,7 @@ def run_draft(
       factor: on embeddings, as of the target.
 
     Returns:
-      At token ``t`` and step ``s`` what predicts the token behind ``t``, from token ``t - 1 - s``
+      At token ``t`` and step ``s`` what predicts the token after ``t``, from token ``t - 1 - s``
       on. What a row is too short for (``s >= t``) is meaningless, and finite.
     """
     layer = Eagle3Layer(config, mlp_chunk=-(-mlp_chunk // 2))

@@ -159,7 +159,7 @@ class LongSpecObjective:
     def sums(self, params: PyTree, frozen: PyTree, batch: Batch, draws: Draws) -> dict[str, Array]:
         """The draft's loss; with distillation its parts, and the target's own cross-entropy.
 
-        Without it nothing reads the target behind the keys and values of one layer, and the
+        Without it nothing reads the target after the keys and values of one layer, and the
         compiler leaves out the rest.
         """
         view = target_view(self.target, frozen, batch, draws.positions, self.mlp_chunk)
@@ -178,7 +178,7 @@ class LongSpecObjective:
         return sums._asdict()
 
     def measure(self, params: PyTree, frozen: PyTree, batch: Batch) -> dict[str, float]:
-        """Simulated acceptance, for every number of tokens behind the target's keys.
+        """Simulated acceptance, for every number of tokens after the target's keys.
 
         Beside it the target's own cross-entropy, which says whether it fits the data.
         """

@@ -55,7 +55,7 @@ def causal_beside(
 
 
 def behind(rows: Float[Array, "B T ..."], first: Array | int) -> Float[Array, "B T ..."]:
-    """Rows without the last token, behind another one."""
+    """Rows without the last token, after another one."""
     first = jnp.broadcast_to(jnp.asarray(first, rows.dtype), rows[:, :1].shape)
     return jnp.concatenate([first, rows[:, :-1]], axis=1)
 

@@ -2,7 +2,7 @@
 
 Blocks begin at random anchors in every row (:mod:`train.drafts.blocks`). A block sees the last
 ``W`` tokens before its anchor and the target's keys and values before it. Slot ``j`` learns the
-token behind its own, and through the Markov head the text's token at the slot (teacher forcing).
+token after its own, and through the Markov head the text's token at the slot (teacher forcing).
 
 The loss of a slot is ``(1 - share) * -log q[label] + share * sum |p - q|``, ``q`` the draft's
 distribution with the Markov head's correction and ``p`` the target's (DSpark's loss, whose share is
@@ -334,7 +334,7 @@ def _check_shape(settings: ParallelSettings, found: ParallelConfig) -> None:
 
 
 def _behind(objective: ParallelObjective, first: PyTree, given: Given) -> PyTree:
-    """Fresh parameters behind a LongSpec draft's layer."""
+    """Fresh parameters after a LongSpec draft's layer."""
     params = objective.initialize(jax.random.key(given.seed))
     # The LM head reads that layer without a norm: ours begins with the size that the head expects.
     size = jnp.sqrt(jnp.mean(jnp.square(given.params["final_norm"]["scale"].astype(jnp.float32))))

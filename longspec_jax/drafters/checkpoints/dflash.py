@@ -4,7 +4,7 @@ Every stored tensor is read, or dropped for a reason that is listed, or refused.
 
 They count the target's layers differently, as with EAGLE-3 drafts
 (:mod:`longspec_jax.drafters.checkpoints.eagle3`): speculators by the hidden states that *enter* a
-layer, the others by those that *leave* it. A block of DFlash proposes behind the pending token's
+layer, the others by those that *leave* it. A block of DFlash proposes after the pending token's
 slot; a block of DSpark proposes from it on, one token more. JetSpec's heads (arXiv 2606.18394) are
 z-lab's files with one key more, :data:`CAUSAL`.
 """

@@ -90,7 +90,7 @@ class Hierarchy(Drafter):
         if self.tree.chain is None and ({*self.tree.widths} - {1} or chosen):
             raise ValueError(
                 f"tree {self.tree} must be a chain such as chain:16: partial verification leaves "
-                "one path for the full one; a tree that only the full one sees stands behind it, "
+                "one path for the full one; a tree that only the full one sees stands after it, "
                 f"chain:16/{TreeConfig(self.tree.widths)}"
             )
 
@@ -370,7 +370,7 @@ class RetrievalDraft(Draft):
 
     @property
     def default_trees(self) -> DefaultTrees:
-        """The inner draft's tree alone, and behind chains of two to four partial rounds.
+        """The inner draft's tree alone, and after chains of two to four partial rounds.
 
         Partial verification pays at long contexts only. So all of them are timed, on large targets
         too.

@@ -58,7 +58,7 @@ class Spans:
     start: Leaf[Int[Array, "B n"]]
     """First slot of every span."""
     stop: Leaf[Int[Array, "B n"]]
-    """Slot behind its last one."""
+    """Slot after its last one."""
 
     def reading(self, cache: PyTree) -> ReadParts:
         """The cache itself, once a span."""
@@ -274,7 +274,7 @@ class Quest(Retriever):
 
 
 def _latest(rows: Float[Array, "B n N H"], count: Lengths, most: int) -> Float[Array, "B Q N H"]:
-    """The last rows that count; garbage behind them."""
+    """The last rows that count; garbage after them."""
     at = jnp.maximum(count - most, 0)[:, None] + jnp.arange(most)
     at = jnp.minimum(at, rows.shape[1] - 1)
     return along(at, rows)

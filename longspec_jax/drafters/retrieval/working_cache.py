@@ -8,7 +8,7 @@ read, and lets the draft see the best ones. Neither model is trained for it.
 Keys are stored with their rotary angles applied at the token's true position, so that blocks laid
 end to end are exactly the text with gaps; nothing is computed again.
 
-Sinks and recent tokens are always read. Tokens that are committed after a choice are read behind it
+Sinks and recent tokens are always read. Tokens that are committed after a choice are read after it
 until the next one, so that no token before the pending one is missing. Without choices this is the
 cache of StreamingLLM (arXiv:2309.17453): the sinks, and recent tokens for the rest of the budget.
 """
@@ -29,7 +29,7 @@ from longspec_jax.ops.attention.operands import Prefix
 from longspec_jax.ops.selection.blocks import BlockBudget, BlockTable, followed, gather_blocks
 
 TOKENS_A_ROUND = 8
-"""Tokens of a round for which a choice has slack behind it; rounds that yield more bring the next
+"""Tokens of a round for which a choice has slack after it; rounds that yield more bring the next
 choice forward."""
 
 
@@ -40,7 +40,7 @@ class CachedSelection:
     retriever: LastQuery
     """By which the next choice is made."""
     blocks: Leaf[Int[Array, "B k"]]
-    """The row's last block comes behind all others that it had."""
+    """The row's last block comes after all others that it had."""
     length: Leaf[Lengths]
     """Committed tokens when they were chosen; 0 for a row that has not chosen yet."""
     rounds: Leaf[Int[Array, " B"]]
@@ -130,7 +130,7 @@ class WorkingCache:
 
     @property
     def _slack(self) -> int:
-        """Blocks behind a choice, for what is committed until the next one."""
+        """Blocks after a choice, for what is committed until the next one."""
         tokens = self.refresh and MAX_TREE_LEVELS + 1 + self.refresh * TOKENS_A_ROUND
         return -(-tokens // self.budget.block)
 

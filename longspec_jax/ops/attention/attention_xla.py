@@ -65,7 +65,7 @@ def prefix_attention(
         k_block, v_block = (
             widened(_block(cache, prefix.cache_rows, offset, block), q.dtype) for cache in (k, v)
         )
-        # Slots behind the mask may hold anything, NaN included.
+        # Masked slots may hold anything, NaN included.
         v_block = jnp.where(seen[:, None, :, None], v_block, jnp.zeros_like(v_block))
         scores = jnp.einsum(
             "BKRH,BKSH->BKRS",

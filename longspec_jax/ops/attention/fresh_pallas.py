@@ -2,7 +2,7 @@
 
 A tree is a few hundred keys under an arbitrary boolean mask (LongSpec section 3.3). Without a
 prefix, keys that one step does not hold are split over programs, as a prefix's are. A chunk is a
-few thousand tokens under the causal mask: tiles are large, what lies behind a tile's last token is
+few thousand tokens under the causal mask: tiles are large, what lies after a tile's last token is
 not read, and no mask is. Each row's online softmax may start from the prefix's split partials, so
 that prefix, fresh tokens and merge together are two kernels per layer.
 
@@ -79,7 +79,7 @@ def attend_behind(
     problem: Problem,
     dtype: DTypeLike,
 ) -> tuple[Array, Array]:
-    """Attend to a tree or a chunk behind a prefix, as :func:`attend_to_tree`.
+    """Attend to a tree or a chunk after a prefix, as :func:`attend_to_tree`.
 
     ``past`` are the row lengths and the partial results of the prefix's splits.
     """

@@ -75,7 +75,7 @@ def speculative_attention(
     hopper: bool = False,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """One softmax over the prefix and the fresh tokens; one kernel or two, and sinks behind them.
+    """One softmax over the prefix and the fresh tokens; one kernel or two, and sinks after them.
 
     Options as in :func:`prefix_attention`, with a tile for each kernel; a tile for the second one
     makes it two.

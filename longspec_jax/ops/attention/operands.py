@@ -85,7 +85,7 @@ class Fresh:
     those before it, in a layer with a window those that the window holds."""
 
     def seen(self, prefix: Prefix) -> TreeMask:
-        """The mask, behind this prefix."""
+        """The mask, after this prefix."""
         if self.mask is not None:
             return self.mask
         batch, tokens = self.keys.shape[:2]

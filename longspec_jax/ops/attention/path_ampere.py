@@ -6,7 +6,7 @@ alone determines, and the recent tokens by themselves. Here every node's recent 
 gathered, cached ones and the tree's alike, in the order of their positions. So its matmuls are the
 same wherever they come from, and nothing of the tree beside it takes part.
 
-Splits are merged behind the recent tokens, in ascending order. One that a row does not see leaves
+Splits are merged after the recent tokens, in ascending order. One that a row does not see leaves
 it as it was. Where a product is added to something it is rounded first
 (:func:`longspec_jax.ops.mosaic.product`): the assembler's choice may differ between shapes.
 """
@@ -139,7 +139,7 @@ def _recent(
     row: Lengths,
     window: int | None,
 ) -> tuple[Array, Array, Array]:
-    """Every node's recent tokens in the order of their positions, its own behind ``RECENT``.
+    """Every node's recent tokens in the order of their positions, its own after ``RECENT``.
 
     Returns:
       Which of the places are filled, ``[B, T, places]``; keys and values ``[B, T, K, places, H]``,
@@ -198,7 +198,7 @@ def attend_in_splits(
         position ``p`` lies in slot ``p % S``. All of them if absent.
 
     Returns:
-      The splits; behind the last row there is memory for another node's.
+      The splits; after the last row there is memory for another node's.
     """
     batch, kv_heads, rows, width = q.shape
     shape = batch, count, kv_heads, rows + MAX_GROUP

@@ -184,11 +184,11 @@ def _attend_and_merge(
     """Attend to the recent tokens and merge with the splits, in ascending order.
 
     Args:
-      where: of every batch row, behind the bounds of the prefix kernel, the position of the first
+      where: of every batch row, after the bounds of the prefix kernel, the position of the first
         cached recent token, the row's length, the splits that it reaches, and the greatest depth of
         a node.
       limit: the first slot that each packed row sees here; the splits end before it.
-      depth: of every node, whole warpgroups of rows; -1 behind them.
+      depth: of every node, whole warpgroups of rows; -1 after them.
       bias: 0 for each node that a packed row sees; minus infinity for the others.
       q: packed queries, of one node or of single heads; or every head's by itself, as
         :func:`prefix_mosaic.launch` takes them.

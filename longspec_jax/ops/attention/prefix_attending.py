@@ -105,7 +105,7 @@ class Attention(Program):
     def softmax(
         self, scores: jax.Array, state: _State, *, bounded: bool
     ) -> tuple[jax.Array, tuple[Any, Any, Any]]:
-        """The weights of one block, and the rescaled output, the sum and the maximum behind it.
+        """The weights of one block, and the rescaled output, the sum and the maximum after it.
 
         Every visited block holds a slot that some row sees. Unless rows are ``bounded`` apart, all
         of them see it, so that their maxima are finite.
@@ -151,7 +151,7 @@ class Attention(Program):
 
             def with_next(ref: Ref) -> Any:
                 self.wait_for_keys(item, share, step + 1)
-                # Behind the last block this multiplies an old one, and nobody reads the result.
+                # After the last block this multiplies an old one, and nobody reads the result.
                 multiply_keys(ref, step + 1)
                 hidden = self.bounded(scores)
                 if edge:

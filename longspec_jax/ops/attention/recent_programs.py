@@ -303,7 +303,7 @@ class Program:
         return jax.lax.optimization_barrier(acc_ref[...])
 
     def add_levels(self, fresh: jax.Array, depth: jax.Array, acc_ref: Ref) -> None:
-        """Add the nodes' values, level by level. A level behind the last one adds zeros."""
+        """Add the nodes' values, level by level. A level after the last one adds zeros."""
         memory = self.memory
         block = load(memory.fresh_v, plgpu.Layout.WGMMA)
         levels = memory.fresh_alone.shape[0]

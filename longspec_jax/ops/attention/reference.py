@@ -108,7 +108,7 @@ def _dense(
     groups = heads // k.shape[2]
     factor = width**-0.5 if scale is None else scale
     grouped = q.astype(jnp.float32).reshape(batch, tokens, k.shape[2], groups, width)
-    # Memory behind the mask may hold anything, NaN included: clear it rather than multiply by 0.
+    # Masked memory may hold anything, NaN included: clear it rather than multiply by 0.
     seen = mask.any(axis=1)[:, :, None, None]
     k = jnp.where(seen, k.astype(jnp.float32), 0.0)
     v = jnp.where(seen, v.astype(jnp.float32), 0.0)

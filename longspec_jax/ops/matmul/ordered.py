@@ -7,7 +7,7 @@ bits, the LM head included. Where it splits a contraction it leaves *split-K par
 
 On a mesh every device multiplies its share of the weights, in the order of the share's shape. Where
 ``tp`` cuts the contraction, the results of all shares are partials, which every device gathers and
-the op behind the matmul adds up in the order of the devices. An all-reduce would add them up in an
+the op after the matmul adds up in the order of the devices. An all-reduce would add them up in an
 order that its library chooses by the number of rows.
 """
 

@@ -141,7 +141,7 @@ class Program:
         return jax.lax.rem(place, jnp.int32(self.work.stages))
 
     def next(self, stage: jax.Array) -> jax.Array:
-        """The place behind this one, without the division that :meth:`stage` needs."""
+        """The place after this one, without the division that :meth:`stage` needs."""
         return jnp.where(stage == self.work.stages - 1, 0, stage + 1)
 
     def unit(self, index: jax.Array) -> Unit:

@@ -245,7 +245,7 @@ class _Quantised(Program):
             plgpu.copy_gmem_to_smem(source, self.words_smem.at[stage], ready)
             for index in range(0 if work.fine else work.scales):
                 group = jax.lax.div(first * depth + index * work.scaled, jnp.int32(work.group))
-                # Padding behind the last group has that one's scale.
+                # Padding after the last group has that one's scale.
                 group = jnp.minimum(group, self.scale.shape[0] - 1)
                 for source, to in numbers:
                     source = source.at[group, :, outputs]

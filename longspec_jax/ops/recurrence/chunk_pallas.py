@@ -45,7 +45,7 @@ _TABLES, _FACTORS = 4, 4
 def delta_rule_chunk(
     memory: Memory, mixed: Array, log_decay: Array, strength: Array, *, interpret: bool = False
 ) -> tuple[Memory, Array]:
-    """The state behind whole blocks of tokens, and what they read ``[B, T, J, P, Y]``.
+    """The state after whole blocks of tokens, and what they read ``[B, T, J, P, Y]``.
 
     Args:
       memory: the state before them.
@@ -122,7 +122,7 @@ def _solve_kernel(
     within, beyond = jnp.where(near, system, 0.0), jnp.where(near, 0.0, system)
 
     def eliminate(step: Array, inverse: Array) -> Array:
-        """What the tokens in one place of every part write to those behind them."""
+        """What the tokens in one place of every part write to those after them."""
         of_token = jnp.where(row % PART == step, inverse, 0.0).sum(axis=0)
         seen = jnp.where(column % PART == step, within, 0.0).sum(axis=1)
         return inverse - jnp.where(near, seen[:, None] * of_token[None], 0.0)

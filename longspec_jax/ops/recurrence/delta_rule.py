@@ -100,11 +100,11 @@ def delta_rule_tree(
     levels: int,
     behind: tuple[RecurrentRows, Bool[Array, "B T U"]] | None = None,
 ) -> tuple[Array, Array, Array]:
-    """What the nodes of trees read, each behind its own path, and what they write.
+    """What the nodes of trees read, each after its own path, and what they write.
 
     Args:
       memory: the state before the roots.
-      tokens: the nodes; a node comes behind those that it sees.
+      tokens: the nodes; a node comes after those that it sees.
       mask: which nodes a node sees, itself included.
       levels: most ancestors that a node has among the nodes.
       behind: tokens between the state and the nodes, and which of them each node sees.

@@ -63,7 +63,7 @@ class RecurrentTokens:
 
     inputs: Leaf[Float[Array, "B T J _"]]
     """Of the convolution, ``W`` numbers: a query, a key and values for each key head. What stands
-    behind them is not read."""
+    after them is not read."""
     log_decay: Leaf[Float[Array, "B T J P"]]
     """Logarithm of the factor on the state before a token writes, at most 0; float32."""
     strength: Leaf[Float[Array, "B T J P"]]
@@ -74,7 +74,7 @@ class RecurrentTokens:
 class RecurrentRows:
     """What fresh tokens write to the state of a layer, if they are committed.
 
-    Behind a path of tokens the state ``S`` is ``exp(total) S + sum_j exp(total - total_j) k_j
+    After a path of tokens the state ``S`` is ``exp(total) S + sum_j exp(total - total_j) k_j
     u_j``, the total of the path's last token.
     """
 
@@ -107,12 +107,12 @@ def empty_rows(state: RecurrentState, batch: int, tokens: int) -> RecurrentRows:
 def commit_path(
     state: RecurrentState, rows: RecurrentRows, path: Int[Array, "B h"], count: Lengths
 ) -> RecurrentState:
-    """The state behind the first ``count[b]`` nodes of a path; the same state where it is 0.
+    """The state after the first ``count[b]`` nodes of a path; the same state where it is 0.
 
     Args:
       state: of the batch's rows.
       rows: what the nodes write.
-      path: nodes from the root on; what stands behind the count may be any node.
+      path: nodes from the root on; what stands after the count may be any node.
       count: how many of them are committed.
     """
     keys, updates, total = (along(path, part) for part in (rows.keys, rows.updates, rows.total))
@@ -130,7 +130,7 @@ def commit_path(
 def last_inputs(
     state: RecurrentState, fresh: Float[Array, "B T J W"], count: Lengths
 ) -> Float[Array, "B J _ W"]:
-    """The inputs to keep behind the first ``count[b]`` of some consecutive tokens."""
+    """The inputs to keep after the first ``count[b]`` of some consecutive tokens."""
     kept = state.inputs.shape[2]
     joined = jnp.concatenate([state.inputs.swapaxes(1, 2), fresh], axis=1)
     return along(count[:, None] + jnp.arange(kept), joined).swapaxes(1, 2)

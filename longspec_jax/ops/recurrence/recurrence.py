@@ -1,7 +1,7 @@
 """A recurrent layer between its projections: a short convolution, the gated delta rule, a norm.
 
 Queries, keys and values of a token come of a convolution over its own inputs and those of the
-tokens before it, which are its ancestors in a tree, and behind the root the last committed ones.
+tokens before it, which are its ancestors in a tree, and after the root the last committed ones.
 What the token reads is normalised by heads and gated.
 """
 
@@ -48,13 +48,13 @@ Taps = Float[Array, "J W _"]
 def chunk_recurrence(
     tokens: RecurrentTokens, taps: Taps, state: RecurrentState, count: Lengths
 ) -> tuple[RecurrentState, Float[Array, "B T J P Y"]]:
-    """The state behind consecutive tokens, and what they read.
+    """The state after consecutive tokens, and what they read.
 
     Args:
-      tokens: consecutive ones of each row, behind those of the state.
+      tokens: consecutive ones of each row, after those of the state.
       taps: weights of the convolution.
       state: of the batch's rows.
-      count: how many of the tokens are the row's own; the state is that behind the last of them.
+      count: how many of the tokens are the row's own; the state is that after the last of them.
 
     Returns:
       The state, and what every token reads, float32.
@@ -91,7 +91,7 @@ def _segment(
 def delta_rule(
     memory: Array, mixed: Array, log_decay: Array, strength: Array
 ) -> tuple[Array, Array]:
-    """The delta rule behind the convolution, over consecutive tokens; differentiable."""
+    """The delta rule after the convolution, over consecutive tokens; differentiable."""
     return delta_rule_chunk(memory, _operands(memory, mixed, log_decay, strength))
 
 
@@ -125,10 +125,10 @@ def tree_recurrence(
     depth: Int[Array, "B T"],
     levels: int,
 ) -> tuple[RecurrentRows, Float[Array, "B T J P Y"]]:
-    """What the nodes of trees write, each behind its own path, and what they read.
+    """What the nodes of trees write, each after its own path, and what they read.
 
     Args:
-      tokens: the nodes of each row; a node comes behind its ancestors.
+      tokens: the nodes of each row; a node comes after its ancestors.
       taps: weights of the convolution.
       state: of the batch's rows, before the roots.
       mask: which nodes are a node or its ancestors.
@@ -153,7 +153,7 @@ def _tree_recurrence_pallas(
 
     tree = visits(mask, levels=levels)
     keys, updates, out = recurrence_pallas.tree_recurrence(tokens, taps, state, tree)
-    # Only what is written behind other tokens outside the state reads the sums.
+    # Only what is written after other tokens outside the state reads the sums.
     operands = mask.astype(jnp.float32), tokens.log_decay
     total = jnp.einsum("btu,bujp->btjp", *operands, precision="highest")
     depth = jnp.broadcast_to(depth, tokens.inputs.shape[:2]).astype(jnp.int32)
@@ -168,12 +168,12 @@ def commit_paths(
     count: Lengths,
     cache_rows: Lengths | None = None,
 ) -> tuple[RecurrentState, ...]:
-    """The states of many layers behind the first ``count[b]`` nodes of a path.
+    """The states of many layers after the first ``count[b]`` nodes of a path.
 
     Args:
       states: of the layers, all of one shape.
       rows: what the nodes write to each.
-      path: nodes from the root on; what stands behind the count may be any node.
+      path: nodes from the root on; what stands after the count may be any node.
       count: how many of them are committed.
       cache_rows: the row of the states for every batch row, no two alike; its own if absent.
     """
@@ -223,7 +223,7 @@ def continued_recurrence(
     at: int,
     depth: Int[Array, "B T"],
 ) -> tuple[RecurrentRows, Float[Array, "B T J P Y"]]:
-    """The same behind tokens that are not in the state, among whose rows the new ones are written.
+    """The same after tokens that are not in the state, among whose rows the new ones are written.
 
     Args:
       tokens: the new ones.

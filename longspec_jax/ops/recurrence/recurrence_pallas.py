@@ -8,7 +8,7 @@ node's parent in registers; no state of a node is ever written. :func:`commit_pa
 accepted nodes wrote into the states of many layers at once, in place.
 
 A state is the one before its token times the decay, plus the key's product with the update, in this
-order and rounded twice, wherever it is made: behind the parent, anew along a path, or in a commit.
+order and rounded twice, wherever it is made: after the parent, anew along a path, or in a commit.
 A plain step is a tree of one node. So a token's bits depend on its own path alone.
 """
 
@@ -124,7 +124,7 @@ def _prepare_kernel(
     last, kept, taps = count_ref[batch, node] - 1, kept_ref.shape[2], taps_ref.shape[2]
 
     def convolved(first: int, columns: int) -> Array:
-        """What the convolution makes of some columns; zeros behind them."""
+        """What the convolution makes of some columns; zeros after them."""
         column = jnp.arange(pl.next_power_of_2(columns))
         within, total = column < columns, jnp.zeros(column.shape, jnp.float32)
         for tap in range(taps):
@@ -391,7 +391,7 @@ def _behind(
     columns: tuple[Array, Array],
     interpret: bool,
 ) -> Array:
-    """A state behind ``count`` tokens.
+    """A state after ``count`` tokens.
 
     Args:
       memory: the state before them.
@@ -417,7 +417,7 @@ def _behind(
 
 
 def _written(memory: Array, decay: Array, k: Array, update: Array, interpret: bool) -> Array:
-    """A state behind a token: ``S decay``, rounded, and ``k u`` added, rounded once."""
+    """A state after a token: ``S decay``, rounded, and ``k u`` added, rounded once."""
     parts = memory, decay[None], k[:, None], update[None]
     one, by, other, times = (jnp.broadcast_to(part, memory.shape) for part in parts)
     return _sum(one, by, other, times, interpret)

@@ -1,7 +1,7 @@
 """The order in which a program computes the nodes of a tree, with one state at hand.
 
-Depth first: a node comes right behind its parent, whose state is at hand but for what the parent
-itself writes; or behind a sibling, with the same state; or the state is made anew, from the one
+Depth first: a node comes right after its parent, whose state is at hand but for what the parent
+itself writes; or after a sibling, with the same state; or the state is made anew, from the one
 before the root, of what the ancestors wrote. So a chain makes nothing anew, nor do leaves side by
 side.
 """
@@ -25,7 +25,7 @@ class Visits:
     """The nodes of each row's tree, whose number of levels is ``L - 1``."""
 
     path: Leaf[Int[Array, "B T L"]]
-    """The ancestors of a node from the root on, itself included; nodes of no meaning behind it."""
+    """The ancestors of a node from the root on, itself included; nodes of no meaning after it."""
     count: Leaf[Int[Array, "B T"]]
     """Ancestors of a node, itself included."""
     order: Leaf[Int[Array, "B T"]]
@@ -39,7 +39,7 @@ def visits(mask: Bool[Array, "B T T"], levels: int) -> Visits:
     """The visits of trees.
 
     Args:
-      mask: which nodes are a node or its ancestors; a node comes behind its ancestors.
+      mask: which nodes are a node or its ancestors; a node comes after its ancestors.
       levels: most ancestors of a node.
     """
     rows, nodes, _ = mask.shape

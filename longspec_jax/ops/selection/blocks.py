@@ -92,7 +92,7 @@ class BlockTable:
     """The blocks that a row reads, and how many of their slots hold committed tokens."""
 
     blocks: Leaf[Int[Array, "B *heads k"]]
-    """Distinct blocks. The row's own come first, its last one behind the others; the rest pad."""
+    """Distinct blocks. The row's own come first, its last one after the others; the rest pad."""
     length: Leaf[Lengths]
     """Committed tokens in these blocks. Laid end to end, they come before all other slots."""
 
@@ -107,7 +107,7 @@ def followed(
     Args:
       chosen: the earlier choice, whose ``length`` is all tokens the row had committed then.
       length: committed tokens now.
-      behind: how many newer blocks fit behind the choice.
+      behind: how many newer blocks fit after the choice.
       block: slots of a block.
       count: blocks of the cache.
     """
@@ -118,7 +118,7 @@ def followed(
     index, left_out = jnp.arange(kept + behind), then - taken
     room = jnp.pad(chosen.blocks, [*[(0, 0)] * (chosen.blocks.ndim - 1), (0, behind)])
     blocks = jnp.where(index < taken[lead], room, index + left_out[lead])
-    # Blocks that the cache does not have lie behind all tokens: any will do.
+    # Blocks that the cache does not have lie after all tokens: any will do.
     blocks = jnp.minimum(blocks, count - 1).astype(jnp.int32)
     slots = (kept + behind) * block
     # A row may have fewer tokens than its choice left out: one that does not take part.
@@ -148,11 +148,11 @@ def choose_blocks(
     ranked = jnp.where(always, jnp.inf, bounded)
     ranked = jnp.where(index < final, ranked, -jnp.inf)
     _, best = jax.lax.top_k(ranked, kept - 1)
-    # The last block is the only one that may not be full: it goes behind the others that exist.
+    # The last block is the only one that may not be full: it goes after the others that exist.
     taken = jnp.minimum(present, kept)
     best = jnp.pad(best, [*[(0, 0)] * (best.ndim - 1), (0, 1)])
     blocks = jnp.where(jnp.arange(kept) == jnp.maximum(taken - 1, 0)[lead], final, best)
-    # Behind it stand blocks that are not the row's: they need not exist, but must be in the cache.
+    # After it stand blocks that are not the row's: they need not exist, but must be in the cache.
     filled = length - last * block
     return BlockTable(blocks.astype(jnp.int32), jnp.maximum(taken - 1, 0) * block + filled)
 
@@ -231,7 +231,7 @@ def extend_extremes(
     joined = joined[:, :, None, None, None]
     above = jnp.where(joined, found, -jnp.inf).reshape(shape).max(axis=2)
     below = jnp.where(joined, found, jnp.inf).reshape(shape).min(axis=2)
-    # Blocks behind the last one do not exist, and are dropped.
+    # Blocks after the last one do not exist, and are dropped.
     rows = jnp.arange(keys.shape[0])[:, None]
     high, low = extremes.highest.at[rows, places], extremes.lowest.at[rows, places]
     return Extremes(
@@ -269,7 +269,7 @@ def bound_scores(
 def gather_blocks(
     slots: CacheSlots, table: BlockTable, block: int, cache_rows: Lengths | None = None
 ) -> Num[Array, "B K c H"]:
-    """The slots of the table's blocks, one behind the other, on the device.
+    """The slots of the table's blocks, one after the other, on the device.
 
     Args:
       slots: keys or values of one layer, on the device or in the host's memory. Of the latter

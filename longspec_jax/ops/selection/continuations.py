@@ -121,7 +121,7 @@ def best_in_blocks(
 
 
 def _in_blocks(values: Float[Array, "B w V"], block: int) -> Float[Array, "B w n b"]:
-    """Numbers of every node in whole blocks of tokens; -inf behind the last token."""
+    """Numbers of every node in whole blocks of tokens; -inf after the last token."""
     batch, nodes, vocabulary = values.shape
     ragged = -vocabulary % block
     if ragged:
@@ -130,7 +130,7 @@ def _in_blocks(values: Float[Array, "B w V"], block: int) -> Float[Array, "B w n
 
 
 def _padding_last(place: Array, nodes: int, vocabulary: int, padded: int) -> Array:
-    """Places in which the padding is behind all tokens, impossible ones too."""
+    """Places in which the padding is after all tokens, impossible ones too."""
     return jnp.where(place % padded < vocabulary, place, place + nodes * padded)
 
 

@@ -8,7 +8,7 @@ Both choose alike. What is chosen from is a table of some rows, shared out among
 entry's rank is how many of the table are ahead of it, and one whose rank is below ``count`` is
 stored there. No two entries are of one rank, because all programs compute an entry's value by the
 same expression of the same numbers, bit for bit, none of them is NaN, and ties go to the lower
-place: so every rank below ``count`` is stored, and once. Entries that do not exist are behind all
+place: so every rank below ``count`` is stored, and once. Entries that do not exist are after all
 others, of which there are at least ``count``.
 """
 

@@ -99,7 +99,7 @@ class Architecture:
     changes: Mapping[str, Change] = field(default_factory=dict)
     """What is laid out otherwise, by the file's name."""
     draft: Mapping[str, str] = field(default_factory=dict)
-    """What stands around its MTP layer, a block behind the others, likewise; none is read if
+    """What stands around its MTP layer, a block after the others, likewise; none is read if
     empty."""
     unnamed: frozenset[str] = frozenset()
     """Those that Hugging Face names without ``.weight`` or ``.bias``."""

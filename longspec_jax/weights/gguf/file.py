@@ -307,7 +307,7 @@ class _Part:
         return _SCALARS[kind]
 
     def _take(self, size: int, what: str) -> int:
-        """Where the next bytes are; moves behind them."""
+        """Where the next bytes are; moves after them."""
         self._require(size, what)
         self.at += size
         return self.at - size

@@ -74,7 +74,7 @@ def value_heads(tensor: Tensor, sizes: Sizes) -> Tensor:
 
 
 def behind_keys(tensor: Tensor, sizes: Sizes) -> Tensor:
-    """Rows of queries and keys, which stay, and of values behind them."""
+    """Rows of queries and keys, which stay, and of values after them."""
     still = 2 * sizes["linear_num_key_heads"] * sizes["linear_key_head_dim"]
     values = still + _grouped(sizes, sizes["linear_value_head_dim"])
     return with_rows(tensor, np.concatenate([np.arange(still), values]))

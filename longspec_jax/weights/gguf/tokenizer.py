@@ -296,7 +296,7 @@ def _add_special(tokenizer: "Tokenizer", vocab: Vocabulary, strips: bool) -> Non
     """Control tokens, and those of the user, which are cut out of a text first, the longest first.
 
     Args:
-      strips: whether control tokens take the spaces behind them, as Phi-3's do.
+      strips: whether control tokens take the spaces after them, as Phi-3's do.
     """
     from tokenizers import AddedToken
 

@@ -21,7 +21,7 @@ ENDS = (
 )
 """Texts of control tokens that end a text or a turn; a file names only one of them by its id.
 
-The last one is a token of the user: behind Gemma 4's calls it asks for what the tools say.
+The last one is a token of the user: after Gemma 4's calls it asks for what the tools say.
 """
 _ENDING = "eos_token_id", "eot_token_id", "eom_token_id"
 _HARMONY = "<|return|>", "<|end|>"

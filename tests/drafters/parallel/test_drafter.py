@@ -39,7 +39,7 @@ KEYS, VALUES = (normal(seed, 5, CONFIG.num_kv_heads, 24, CONFIG.head_width) for 
 
 
 def _proposed(drafter: ParallelDrafter, params: Any, state: Any) -> Any:
-    """The tree behind every row, and the logits at the nodes of every level."""
+    """The tree after every row, and the logits at the nodes of every level."""
     pending = jnp.take_along_axis(jnp.asarray(TOKENS), jnp.asarray(LENGTHS)[:, None], axis=1)[:, 0]
     view = view_of(pending, jnp.asarray(LENGTHS), KEYS, VALUES)
     return jax.device_get(proposed_from(drafter, params, state, view))

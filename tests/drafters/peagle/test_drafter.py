@@ -206,7 +206,7 @@ def test_a_window_reaches_as_far_as_all_layers_of_it() -> None:
     length, pending = np.array([16, 16], np.int32), tokens[:, 0]
 
     def logits(first: int) -> np.ndarray:
-        """Those of the root behind texts whose states before a token are others."""
+        """Those of the root after texts whose states before a token are others."""
         states = [np.where(np.arange(16)[:, None] < first, -each, each) for each in hidden]
         block = tokens, start, length, *states
         return np.asarray(proposed(drafter, params, block, pending)[1][0])

@@ -75,7 +75,7 @@ def test_a_chain_that_is_no_whole_number_of_rounds_ends_before(drafter: Drafter,
 
 
 def test_a_bad_draft_s_tree_at_the_end_gains_nothing() -> None:
-    """Negative control: the chain is confirmed, the tree behind it is not."""
+    """Negative control: the chain is confirmed, the tree after it is not."""
     found = histogram(PERFECT["a tree at the end"][0], GREEDY, DRAFT_TABLES["adversarial"])
     # Its rounds yield one token each, and after four there is no room for three more.
     assert is_perfect(found[:5]) and found[5:].sum() == 0

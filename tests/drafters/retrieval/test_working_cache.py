@@ -75,7 +75,7 @@ def _looked(cache: WorkingCache, choice: Any, length: jax.Array, keys: Any) -> A
 
 
 def test_what_the_target_attends_to_is_read_until_the_next_choice() -> None:
-    """Sinks, the chunk that is attended to, the last one, and all that is committed behind it."""
+    """Sinks, the chunk that is attended to, the last one, and all that is committed after it."""
     cache, length = working(), np.array([203, 120, 30, 200])
     choice = attending(cache, length, [101, 17, 9, 199])
     for committed in (0, 3, 19):

@@ -112,7 +112,7 @@ def test_what_ended_in_the_prefill_has_neither_tokens_per_pass_nor_a_speed() -> 
 
 
 def test_positions_of_rounds() -> None:
-    """The prefill's token stands at 1000, and the first round begins behind it."""
+    """The prefill's token stands at 1000, and the first round begins after it."""
     rounds = rounds_of(framed([record("ngram", emitted=(4, 1, 3)), PLAIN]))
     assert [*rounds["position"]] == [1001, 1005, 1006]
     assert [*rounds["accepted"]] == [3, 0, 2]

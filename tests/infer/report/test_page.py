@@ -214,7 +214,7 @@ def changed(**fields: Any) -> Change:
 
 
 def resumed(row: SampleRecord) -> SampleRecord:
-    """Stopped behind plain decoding, whose load may have been another."""
+    """Stopped after plain decoding, whose load may have been another."""
     is_first = row.method == "plain" or row.sample == "a"
     return dataclasses.replace(row, start=0 if is_first else 1)
 

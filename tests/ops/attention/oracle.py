@@ -93,7 +93,7 @@ def inputs(
 
 
 def windowed(x: Inputs, window: int, depths: list[int]) -> Inputs:
-    """The same as rings through a window: queries stand ``depths`` behind the committed tokens.
+    """The same as rings through a window: queries stand ``depths`` after the committed tokens.
 
     The mask keeps the fresh keys that are as deep or less, and in the window.
     """

@@ -20,7 +20,7 @@ KV_HEADS, HEADS, WIDTH, SLOTS = 2, 6, 64, 192
 
 @pytest.mark.skipif(not hardware.mosaic_is_supported(), reason="needs jax 0.11 or newer")
 def test_against_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that see nothing, splits that a row does not reach, what is cached behind a row: NaN."""
+    """Rows that see nothing, splits that a row does not reach, what is cached after a row: NaN."""
     from longspec_jax.ops.attention import kernels_ampere
 
     interpret(monkeypatch)

@@ -219,7 +219,7 @@ def in_8_bits(prefix: Prefix) -> Prefix:
 
 
 POSITIONS = [0, 3, 15, 16, 17, 127, 128, 143, 144, 145, 400, 508, 512, 1023, 1100]
-"""On, before and behind what bounds recent tokens, steps, splits and reaches."""
+"""On, before and after what bounds recent tokens, steps, splits and reaches."""
 FAR = [2900, 4090, 4096, 4200, 4352]
 """Of which some have more splits than are merged without a loop, where key/value heads are few."""
 

@@ -13,7 +13,7 @@ from tests.ops.interpreted_ampere import interpret
 
 POSITIONS = [3, 80, 150]
 MORE_POSITIONS = [*POSITIONS, 0, 15, 16, 17, 79, 81, 127, 128, 145, 511, 512, 1023, 1100]
-"""On, before and behind what bounds recent tokens, steps, splits and reaches."""
+"""On, before and after what bounds recent tokens, steps, splits and reaches."""
 
 
 BOUNDED = [Scores(150), Scores(18, (1.5, -20.0)), Scores(None, (-1.0, 40.0), 5.0)]

@@ -15,7 +15,7 @@ def delta_rule_reference(memory: Memory, tokens: Operands) -> tuple[Memory, Arra
     """The rule, token by token.
 
     Returns:
-      The state behind the tokens, and what they read, ``[B, T, J, P, Y]``.
+      The state after the tokens, and what they read, ``[B, T, J, P, Y]``.
     """
 
     def step(memory: Array, token: Operands) -> tuple[Array, Array]:

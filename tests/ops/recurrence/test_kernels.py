@@ -36,7 +36,7 @@ ROWS = 2
 
 
 def drawn(sizes: RecurrenceConfig, nodes: int, dtype: str) -> tuple:
-    """Fresh tokens, with gates behind what the convolution reads, its weights, and a state."""
+    """Fresh tokens, with gates after what the convolution reads, its weights, and a state."""
     seed = 10 * nodes + len(dtype)
     heads, wide = (ROWS, nodes, sizes.key_heads), sizes.inputs_width + sizes.shared
     tokens = RecurrentTokens(
@@ -93,7 +93,7 @@ def test_a_node_comes_behind_its_parent_or_its_sibling_or_anew(parents: tuple[in
 def test_a_tree_is_the_ops_and_has_the_bits_of_plain_steps(
     name: str, sizes: RecurrenceConfig, dtype: str, interpret: bool
 ) -> None:
-    """Along every path: what is read and written, and the state behind it."""
+    """Along every path: what is read and written, and the state after it."""
     parents, mask = TREES[name], ancestors(TREES[name])
     tokens, taps, state = drawn(sizes, len(mask), dtype)
     masks, depth = jnp.tile(mask, (ROWS, 1, 1)), jnp.tile(mask.sum(axis=1) - 1, (ROWS, 1))
@@ -168,7 +168,7 @@ def test_gated_norms_are_those_of_the_op(width: int, interpret: bool) -> None:
 
 
 def mixed_of(length: int, alike: bool) -> tuple[jax.Array, ...]:
-    """A state, and a chunk behind the convolution; of tokens that are alike nothing fades."""
+    """A state, and a chunk after the convolution; of tokens that are alike nothing fades."""
     mixed = normal(1, ROWS, length, 2, 2 * 32 + 3 * 64)
     log_decay, strength = (jax.nn.sigmoid(normal(seed, ROWS, length, 2, 3)) for seed in (2, 3))
     if alike:
@@ -181,7 +181,7 @@ def mixed_of(length: int, alike: bool) -> tuple[jax.Array, ...]:
 @pytest.mark.parametrize("interpret", COMPILED)
 @each_row("alike", [False, True])
 def test_a_chunk_is_the_definition_wherever_it_is_cut(alike: bool, interpret: bool) -> None:
-    """Not a bit changes where it is cut behind whole blocks."""
+    """Not a bit changes where it is cut after whole blocks."""
     memory, *tokens = mixed_of(192, alike)
     rule = jax.jit(partial(chunk_pallas.delta_rule_chunk, interpret=interpret))
     behind, read = rule(memory, *tokens)

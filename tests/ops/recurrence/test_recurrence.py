@@ -156,7 +156,7 @@ def test_a_commit_is_the_state_behind_the_accepted_path() -> None:
 
 
 def test_levels_one_by_one_are_the_tree() -> None:
-    """As a drafter runs them, behind the rows of a path that is not in the state either."""
+    """As a drafter runs them, after the rows of a path that is not in the state either."""
     tokens, state, path = tokens_of(0, 2, NODES), state_of(5, 2), 3
     chain, whole = tokens_of(50, 2, path), path + NODES
     both = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), chain, tokens)

@@ -26,7 +26,7 @@ def turn(role: str, content: str) -> dict[str, str]:
 
 
 def asked(*texts: str) -> list[tuple[str, str]]:
-    """Questions and answers behind the usual system prompt."""
+    """Questions and answers after the usual system prompt."""
     return [SYSTEM, *zip(("user", "assistant") * (len(texts) // 2), texts, strict=True)]
 
 

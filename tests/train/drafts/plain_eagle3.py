@@ -85,7 +85,7 @@ def loss_sum(logits: list[Any], wanted: Any, weights: Any, vocabulary: Any, deca
     length = wanted.shape[1]
     for step, scores in enumerate(logits):
         for i in range(length - 2 - step):
-            at = i + 1 + step  # Its distribution is of the token behind it.
+            at = i + 1 + step  # Its distribution is of the token after it.
             for row in range(len(wanted)):
                 if int(wanted[row, at].argmax()) not in vocabulary:
                     continue

@@ -183,7 +183,7 @@ def test_acceptance_is_that_of_the_logits(one: tiny.Trained) -> None:
     report = objective.measure(params, begun.frozen, micro)
     hidden, view = jax.jit(objective._passes)(params, begun.frozen, micro)
     choice = np.asarray(view.hidden @ tiny.FROZEN["head"].T).argmax(-1)
-    # A position predicts the token behind it.
+    # A position predicts the token after it.
     counted = np.asarray(micro.weights)[:, SETTINGS.steps + 1 :]
     length = 1.0
     for step in range(SETTINGS.steps):

@@ -306,7 +306,7 @@ def test_the_targets_loss_is_that_of_the_target_alone(models: tuple[Any, Any]) -
 def test_the_token_that_is_predicted_counts_and_not_the_one_that_is_read(
     models: tuple[Any, Any],
 ) -> None:
-    """At the borders of a masked prompt these differ: at the answer's first token and behind it."""
+    """At the borders of a masked prompt these differ: at the answer's first token and after it."""
     weights, found = jnp.zeros((1, 8)).at[0, 4].set(1.0), set()
     tokens = jax.random.randint(jax.random.key(3), (1, 8), 0, TARGET.vocab_size)
     for token in range(TARGET.vocab_size):  # Nobody reads it to predict it.

@@ -69,7 +69,7 @@ def test_four_steps_are_those_of_pytorch(one: tiny.Trained, tmp_path: Path) -> N
     report = objective.measure(one.last, begun.frozen, more)
     with torch.no_grad():
         choices = [model(torch.tensor(more.tokens).long()).logits for model in (draft, target)]
-    # A position predicts the token behind it.
+    # A position predicts the token after it.
     hits = (choices[0].argmax(-1) == choices[1].argmax(-1)).numpy()[:, :-1] * more.weights[:, 1:]
     agreed = float(hits.sum() / more.weights[:, 1:].sum())
     assert report["agree_top1_shift1"] == pytest.approx(agreed, abs=1e-4)

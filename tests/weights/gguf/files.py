@@ -85,7 +85,7 @@ _DRAFT = {
     "mtp.norm": "shared_head_norm",
 }
 _AFTER = {"gemma2", "gemma3", "gemma4", "olmo2", "gpt-oss", "qwen35"}
-"""Where the norm behind attention has a name of its own."""
+"""Where the norm after attention has a name of its own."""
 
 
 def permuted(weights: np.ndarray, heads: int) -> np.ndarray:
@@ -152,7 +152,7 @@ def tensors_of(model: Any, architecture: str) -> Iterator[tuple[str, np.ndarray]
 
 
 def with_draft(tensors: Mapping[str, np.ndarray], layers: int) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors of the MTP layer of a Qwen3.5, a block behind the others."""
+    """The tensors of the MTP layer of a Qwen3.5, a block after the others."""
     for name, weights in tensors.items():
         stem = name.removesuffix(".weight")
         inner = stem.removeprefix("mtp.layers.0.")

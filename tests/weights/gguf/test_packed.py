@@ -79,7 +79,7 @@ def test_packed_weights_are_the_dequantised_ones(tmp_path, case, family):
 
 
 def test_a_mesh_cuts_them_as_other_quantised_weights(tmp_path):
-    """Heads, the width of an MLP and the vocabulary, and the inputs behind them."""
+    """Heads, the width of an MLP and the vocabulary, and the inputs after them."""
     path = written(tmp_path / "model.gguf", "llama3", "Llama")
     _, alone = load_target(path, dtype="float32", packed=True)
     _, cut = load_target(path, dtype="float32", packed=True, mesh=make_mesh(tp=2))

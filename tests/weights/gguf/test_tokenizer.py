@@ -74,7 +74,7 @@ def published(pre: str) -> Tokenizer:
 
 
 def as_keys(tokenizer: Tokenizer, pre: str) -> dict:
-    """Its keys in a GGUF file, with two unused tokens behind it."""
+    """Its keys in a GGUF file, with two unused tokens after it."""
     import json
 
     model = json.loads(tokenizer.to_str())["model"]
@@ -207,5 +207,5 @@ def test_sentencepiece(tmp_path, prefix, listed):
     texts = [*SENTENCES, "a</s>b", "x    y", " " * 9 + "z"]
     for text, expected in zip(texts, joined_by_scores(values, texts), strict=True):
         assert tokenizer(text)["input_ids"] == [1, *expected], text
-        # Where texts begin with a space, so does what is behind a token that is cut out.
+        # Where texts begin with a space, so does what is after a token that is cut out.
         assert prefix or tokenizer.decode(expected) == text
