@@ -63,7 +63,7 @@ Q4_K_M = "q4_k_m"
 """A mixture of them: the LM head and, in every other layer, values and the last matmul of an MLP
 are Q6_K, all else Q4_K."""
 EXPERTS = "mxfp4"
-"""How gpt-oss's experts are stored, beside whole weights."""
+"""How gpt-oss's experts are stored, besides whole weights."""
 WEIGHTS = ("whole", "one-order", "int8", *GROUPS, *GGUF)
 """How the weights of matmuls are stored; those of a draft are in 8 bits or whole. Whole ones may be
 multiplied in one order."""
@@ -110,11 +110,11 @@ def _draft_option(words: str) -> dict[str, Any]:
 
 
 def drafting_tree(text: str) -> TreeConfig:
-    """A tree with nodes, for what measures a draft beside plain decoding."""
+    """A tree with nodes, for what measures a draft next to plain decoding."""
     found = cli.tree(text)
     if not found.num_levels:
         raise argparse.ArgumentTypeError(
-            f"{text} drafts nothing, and plain decoding is measured beside every tree; name a tree "
+            f"{text} drafts nothing, and plain decoding is measured with every tree; name a tree "
             "with nodes, such as chain:4"
         )
     return found
@@ -263,7 +263,7 @@ SERVE: Options = {
     "seconds": _of(COUNT, "of every row, after which no further request begins", ByMachine(15, 5)),
     "long_context": _of(
         COUNT,
-        "tokens of a prompt that is sent beside four running streams",
+        "tokens of a prompt that is sent alongside four running streams",
         ByMachine(12288, 2048),
     ),
     "max_itl_ms": _of(
@@ -320,7 +320,7 @@ PEERS = (
     *("ours", "ours-fastest", "vllm", "vllm-invariant", "transformers", "jetspec", "llama.cpp"),
     *("gpt-fast", "flashinfer", "tokamax"),
 )
-"""Engines that are measured beside one another (:mod:`benchmarks.peers`)."""
+"""Engines that are measured next to one another (:mod:`benchmarks.peers`)."""
 PEER: Options = {
     "peer": _each(one_of(PEERS), f"any of {', '.join(PEERS)}", [*PEERS]),
     "what": _each(
@@ -350,10 +350,10 @@ BENCHMARKS: dict[str, tuple[str, str, Options]] = {
     ),
     "decode": ("decode", "whole rounds and plain steps of real shapes, and the gain", DECODE),
     "match": ("match", "whether the text is that of plain decoding, token by token", MATCH),
-    "peers": ("peers.run", "other engines beside ours, on one card", PEER),
-    "products": ("products", "the matmuls of a verification, beside XLA's", PRODUCTS),
+    "peers": ("peers.run", "other engines next to ours, on one card", PEER),
+    "products": ("products", "the matmuls of a verification, next to XLA's", PRODUCTS),
     "serve": ("serve", "a whole server under load, through HTTP", SERVE),
-    "texts": ("texts", "drafts on real text, with real weights, beside plain decoding", TEXTS),
+    "texts": ("texts", "drafts on real text, with real weights, next to plain decoding", TEXTS),
     "train": ("train", "whole training steps of a draft", TRAIN),
 }
 """Commands: the module that provides ``main(arguments)``, what it answers, its options."""
@@ -363,7 +363,7 @@ def parser() -> argparse.ArgumentParser:
     """The command's parser."""
     result = cli.Parser(
         prog="python -m benchmarks",
-        description="Measure how fast decoding and its parts are, beside the alternatives.",
+        description="Measure how fast decoding and its parts are, next to the alternatives.",
     )
     commands = result.add_subparsers(dest="command", required=True, metavar="|".join(BENCHMARKS))
     for name, (_, summary, options) in BENCHMARKS.items():

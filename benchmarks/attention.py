@@ -1,4 +1,4 @@
-"""How fast attention of tree nodes to a long prefix is, beside the alternatives and the rooflines.
+"""How fast attention of tree nodes to a long prefix is, next to the alternatives and the rooflines.
 
 Every case is one layer of a decode step: ``tokens`` queries attend to ``context`` cached slots and,
 under a random tree mask, to each other. For each case many calls on distinct caches, together
@@ -239,7 +239,7 @@ def compare(
     """Time every implementation on every case; one that cannot run yields the reason.
 
     Cases of one batch and context are compiled together, on all cores, before one is timed:
-    compilation beside a measurement would disturb it.
+    compilation next to a measurement would disturb it.
     """
     for (batch, context), group in itertools.groupby(
         cases, lambda case: (case.batch, case.context)

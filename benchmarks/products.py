@@ -1,4 +1,4 @@
-"""How fast the matrix products of a verification are, beside XLA's and the roofline.
+"""How fast the matrix products of a verification are, next to XLA's and the roofline.
 
 The four products of a layer with random weights and few rows. One compiled program multiplies the
 same rows by many distinct weights, together larger than the GPU's second-level cache, and returns

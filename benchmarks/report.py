@@ -66,7 +66,7 @@ class Report:
         self._write()
 
     def summarise(self, rows: Sequence[Row]) -> None:
-        """Write the file with a summary beside the rows, in place of an earlier one."""
+        """Write the file with a summary next to the rows, in place of an earlier one."""
         self._whole["summary"] = rows
         self._write()
 

@@ -258,7 +258,7 @@ class Bench:
 
     @property
     def shardings(self) -> RowShardings:
-        """How the rows lie beside the target's parameters."""
+        """How the rows lie next to the target's parameters."""
         return RowShardings.beside(self.model.params.target, self.setting.batch)
 
     @functools.cached_property

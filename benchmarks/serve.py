@@ -13,7 +13,7 @@ round. ``acceptance`` is the mean of 64 nodes; fewer keep the share that the dem
 ``ttft`` is the time from sending a request to its first token, waiting in the queue included, and
 ``itl`` that from token to token, where tokens that come together share theirs.
 ``worst_gap_ms`` is the longest pause of four running streams
-while a long prompt is prefilled beside them, from ``max_itl_ms`` for which the server was started.
+while a long prompt is prefilled with them, from ``max_itl_ms`` for which the server was started.
 """
 
 import argparse
@@ -333,14 +333,14 @@ def percentiles(name: str, seconds: Sequence[float]) -> Row:
 
 
 def admission(spec: LongSpec, arguments: argparse.Namespace) -> Row:
-    """The row of a long prompt beside running streams."""
+    """The row of a long prompt alongside running streams."""
     max_len = arguments.long_context + 2
     tree = DEFAULT_TREE if jax.default_backend() == "gpu" else CHAIN
     limit = {"tree": tree, "max_itl_ms": float(arguments.max_itl_ms)}
     engine, seconds = prepared_engine(spec, STREAMS + 1, max_len=max_len, **limit)
     random, chunk = np.random.default_rng(2), engine.engine.prompts.chunks[-1]
     with serving(spec, engine, max_len) as client:
-        step(f"a prompt of {arguments.long_context} tokens beside {STREAMS} streams")
+        step(f"a prompt of {arguments.long_context} tokens alongside {STREAMS} streams")
         short = drawn(random, STREAMS, min(STREAM_CONTEXT, arguments.long_context // 4), spec)
         [first, long_prompt] = drawn(random, 2, arguments.long_context, spec)
         client(load.ask, first, 2)  # What it pays is not counted.

@@ -138,7 +138,7 @@ def compared(
     found: GenerateResult,
     plain: GenerateResult,
 ) -> Row:
-    """The figures of a call beside those of plain decoding."""
+    """The figures of a call next to those of plain decoding."""
     stats = found.stats
     texts = [
         {

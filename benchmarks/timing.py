@@ -82,5 +82,5 @@ def rounded(value: float) -> float:
 
 
 def step(words: str) -> None:
-    """Print what is being done, on standard error beside the rows."""
+    """Print what is being done, on standard error next to the rows."""
     print(f"... {words}", file=sys.stderr, flush=True)

@@ -3,7 +3,7 @@
     python -m train.run --config=configs/demo.py --workdir=runs/demo
 
 Data: permissively licensed source code and documentation of the Python distributions installed
-beside this project, gathered by the run itself; ``held_out`` names what it never trains on.
+next to this project, gathered by the run itself; ``held_out`` names what it never trains on.
 Hardware: one H200, about 15 minutes in all (an estimate; every stage is limited by
 ``max_seconds``).
 Variants: ``demo.py:smoke`` runs the same shapes for seconds each, ``demo.py:tiny`` suits a CPU.

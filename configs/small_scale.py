@@ -4,7 +4,7 @@
     python -m train.run --config=small_scale:offset --config.seed=1 --workdir=runs/small/offset-1
 
 The first command gathers the corpus (source code and documentation of the Python distributions
-installed beside this project) and trains the target; the second trains a draft, once for each
+installed next to this project) and trains the target; the second trains a draft, once for each
 variant and seed. docs/archive/reproduction.md has the results.
 
 Variants: ``target``; ``plain``, ``offset`` and ``offset0``, drafts without anchor-offset positions,

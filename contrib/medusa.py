@@ -236,7 +236,7 @@ class MedusaOptions:
 
 @dataclass(frozen=True, eq=False)
 class MedusaDraft(Draft):
-    """Medusa heads beside their target."""
+    """Medusa heads next to their target."""
 
     config: MedusaConfig
     params: MedusaParams

@@ -66,7 +66,7 @@ class Written(NamedTuple):
 def quantise(
     source: str | Path, format: str, out: str | Path, *, revision: str | None = None
 ) -> Written:
-    """Write a quantised copy of a target, its tokenizer and settings beside it.
+    """Write a quantised copy of a target, its tokenizer and settings next to it.
 
     Args:
       source: a folder or hub id of a target in 16 or 32 bits, or a GGUF file of any type.

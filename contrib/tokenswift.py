@@ -55,7 +55,7 @@ KIND = Kind("contrib.tokenswift:TokenSwiftOptions", "contrib.tokenswift:load", p
 PLACES = 32
 """Latest places of the row that are looked at after a token of the first level."""
 REUSED = 0.5
-"""Share of what followed there, beside what the heads expect."""
+"""Share of what followed there, besides what the heads expect."""
 
 
 @dataclass(frozen=True)
@@ -272,7 +272,7 @@ class TokenSwiftOptions:
 
 @dataclass(frozen=True, eq=False)
 class TokenSwiftDraft(Draft):
-    """TokenSwift's heads beside their target."""
+    """TokenSwift's heads next to their target."""
 
     config: TokenSwiftConfig
     params: TokenSwiftParams = field(repr=False)

@@ -175,7 +175,7 @@ def add_sampling(result: argparse.ArgumentParser) -> None:
         "--stop",
         **cli.several(cli.any_text),
         metavar="TEXT",
-        help="end before this text, beside the stop tokens; $'\\n' is a line feed in most shells",
+        help="end before this text, besides the stop tokens; $'\\n' is a line feed in most shells",
     )
 
 

@@ -28,7 +28,7 @@ from .output import tree_fields, tree_of
 
 @dataclass(frozen=True)
 class Outcome:
-    """One call, speculative or not, and the plain run beside it if one was made."""
+    """One call, speculative or not, and the plain run next to it if one was made."""
 
     name: str
     row_names: tuple[str, ...]

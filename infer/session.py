@@ -180,7 +180,7 @@ class Session:
             self._out.line(COMPLETION)
 
     def _decode(self, call: Call) -> Outcome:
-        """Decode, beside a plain run unless --no-compare, and keep the outcome."""
+        """Decode, next to a plain run unless --no-compare, and keep the outcome."""
         with command_words(call.row_names):
             if self._arguments.compare is not False and self._speculates:
                 compared = self._call(self._spec.compare, call)

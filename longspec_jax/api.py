@@ -137,7 +137,7 @@ class LongSpec(Models):
           mesh: devices to spread the parameters over, from :func:`longspec_jax.make_mesh`.
           tree: shape of the draft trees of calls that name none; if absent, the fastest on this
             machine, which calls find out as they run.
-          tokenizer: instead of the one beside the target.
+          tokenizer: instead of the one next to the target.
           **options: revisions, dtypes, kernels and where rows lie, see
             :class:`~longspec_jax.config.loading.LoadOptions`.
 
@@ -384,7 +384,7 @@ class LongSpec(Models):
         generation_config: GenerationConfig | None = None,
         **options: Unpack[CallOptions],
     ) -> Iterator[inspection.RoundView]:
-        """Yield every round's candidates beside the target's draws, for a single row.
+        """Yield every round's candidates next to the target's draws, for a single row.
 
         Shows why a token was rejected; arguments as in :meth:`generate`. Slower than
         :meth:`stream`, because every round is computed twice.

@@ -496,7 +496,7 @@ def require_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
     """Return the tokenizer, or say how to do without."""
     if tokenizer is None:
         raise ValueError(
-            "text needs a tokenizer and none was found beside the target; pass tokenizer= to "
+            "text needs a tokenizer and none was found next to the target; pass tokenizer= to "
             "from_pretrained, or pass token ids"
         )
     return tokenizer

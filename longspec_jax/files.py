@@ -1,7 +1,7 @@
 """Files that are written whole or not at all: a reader never meets half of one.
 
-What is new goes to a file beside the old one, which it then replaces in one step, when it is on the
-disk. Being killed halfway, or a loss of power, leaves the old file as it was.
+What is new goes to a file next to the old one, which it then replaces in one step, when it is on
+the disk. Being killed halfway, or a loss of power, leaves the old file as it was.
 """
 
 import contextlib
@@ -210,7 +210,7 @@ def refuse_foreign(path: Path, name: str) -> None:
         with path.open("rb") as file:
             begin = file.read(200)
     except OSError:
-        return  # Whether it can be replaced is found out by writing beside it.
+        return  # Whether it can be replaced is found out by writing next to it.
     if not _RESULT.match(begin):
         raise ValueError(
             f"{name} is there and holds no results, and would be replaced; name another file, or "

@@ -98,7 +98,7 @@ def load_with_tokenizer(
     kv_dtype: str | None = None,
     adapter: str | Path | None = None,
 ) -> Target:
-    """Load a target, and the tokenizer beside it at the same time.
+    """Load a target, and the tokenizer next to it at the same time.
 
     The tokenizer's library takes seconds to import, and a GPU takes seconds to start. Arguments as
     of :meth:`longspec_jax.LongSpec.from_pretrained`.
@@ -188,9 +188,9 @@ def choose_drafts(
 
 
 def with_lookup(drafts: tuple[Draft, ...]) -> tuple[Draft, ...]:
-    """The drafts with prompt lookup beside them, which costs next to nothing.
+    """The drafts with prompt lookup next to them, which costs next to nothing.
 
-    Not beside drafts that look up themselves, nor beside partial verification, which proposes a
+    Not next to drafts that look up themselves, nor next to partial verification, which proposes a
     single path (:mod:`longspec_jax.drafters.retrieval`).
     """
     if not drafts or any(draft.looks_up or not draft.joins for draft in drafts):
@@ -232,7 +232,7 @@ def best_dtype() -> str:
 
 
 def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
-    """The tokenizer beside a target, or in its GGUF file; None if there is none.
+    """The tokenizer next to a target, or in its GGUF file; None if there is none.
 
     Raises:
       ValueError: if it is damaged, or comes with code of its own, which is never run.

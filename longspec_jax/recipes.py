@@ -102,7 +102,7 @@ def stage(
 
 
 def code_corpus(vocab_size: int, folder: str = "") -> dict[str, Any]:
-    """Source code and documentation of the Python distributions installed beside this project.
+    """Source code and documentation of the Python distributions installed next to this project.
 
     Args:
       vocab_size: of the tokenizer that is trained on a part of it.

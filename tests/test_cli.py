@@ -192,7 +192,7 @@ def test_closed_streams_are_empty_ones(closed: str, tmp_path: Path) -> None:
     command = f'"{sys.executable}" -c "$CODE" {closed}'
     found = subprocess.run(["sh", "-c", command], env={**os.environ, "CODE": code}, check=False)
     assert found.returncode == 2
-    assert (tmp_path / "done").read_text() == "x"  # And not the text of a stream beside it.
+    assert (tmp_path / "done").read_text() == "x"  # And not the text of a stream next to it.
 
 
 @pytest.mark.multiproc

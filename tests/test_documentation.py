@@ -307,7 +307,7 @@ def test_training_commands_can_be_typed() -> None:
 
 
 def tables() -> types.ModuleType:
-    """The command that renders the tables; it stands beside the pages and belongs to no package."""
+    """The command that renders the tables; it stands with the pages and belongs to no package."""
     spec = importlib.util.spec_from_file_location("tables", ROOT / "docs" / "tables.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)

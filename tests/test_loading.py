@@ -1,4 +1,4 @@
-"""Tokenizers beside a target: damaged ones are refused by file, and code of theirs is never run."""
+"""Tokenizers of a target: damaged ones are refused by file, and code of theirs is never run."""
 
 import functools
 import json

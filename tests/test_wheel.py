@@ -1,4 +1,4 @@
-"""The wheel: one installed name, and commands that work beside whatever files a user has."""
+"""The wheel: one installed name, and commands that work next to whatever files a user has."""
 
 import configparser
 import importlib.util
@@ -37,7 +37,7 @@ def run(
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, because setuptools leaves what it builds beside the sources."""
+    """Built from a copy, because setuptools leaves what it builds next to the sources."""
     folder = tmp_path_factory.mktemp("sources")
     ignore = shutil.ignore_patterns("__pycache__")
     for name in FOLDERS:

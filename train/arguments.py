@@ -1,6 +1,6 @@
 """The arguments of the training commands: a configuration, overrides of its fields, few options.
 
-A configuration is a Python file with ``get_config([variant])``. Those of the project lie beside
+A configuration is a Python file with ``get_config([variant])``. Those of the project lie next to
 this folder, in a checkout and in a wheel alike, and are found by name from anywhere. All fields are
 checked before anything runs, by their declarations in :mod:`train.config`: a key that no field
 takes and a field that no key fills are errors, too.

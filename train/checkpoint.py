@@ -4,7 +4,7 @@ Everything else a step needs (order of the data, randomness, learning rate) is a
 step and elapsed time, so that a resumed run repeats the uninterrupted one bit for bit.
 
 A save grows in a folder whose name ends in ``.partial``. When all is written, the checksums of its
-files are put beside them. When all is on the disk, the folder gets its name, and only then are
+files are put next to them. When all is on the disk, the folder gets its name, and only then are
 older ones removed. At whatever moment a run is killed or power is lost, a folder with a name and
 checksums that hold is a whole checkpoint, and nothing else is one. The checksums are in the format
 of ``sha256sum --check``.

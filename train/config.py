@@ -186,7 +186,7 @@ class DataConfig:
 
 
 def add_documents(parser: argparse.ArgumentParser) -> None:
-    """Add the options that name a target and documents, for commands beside the training."""
+    """Add the options that name a target and documents, for commands next to the training."""
     parser.add_argument("--target", required=True, help="folder or hub id, with its tokenizer")
     cli.add_options(parser, {"revision": loading.OPTIONS["revision"]})
     data = parser.add_mutually_exclusive_group(required=True)

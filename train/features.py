@@ -1,7 +1,7 @@
 """The target's features of all rows of a stage, in files: written once, read by every epoch.
 
 A folder has shards of rows, one after the other. A token is one record, the bytes of all its parts
-side by side. Padding is not stored. Beside every shard ``NUMBER.bin`` lies ``NUMBER.json`` with the
+side by side. Padding is not stored. With every shard ``NUMBER.bin`` lies ``NUMBER.json`` with the
 checksum of every row, written when the shard is there; so a writer that was killed goes on after
 its last whole shard. ``features.json`` says of what target, data and kind the folder is.
 """
@@ -48,7 +48,7 @@ def _dtype(name: str) -> np.dtype:
 
 
 def _described(file: Path, *keys: str) -> dict[str, Any]:
-    """What a file beside the features says.
+    """What a file next to the features says.
 
     Raises:
       ValueError: if it is damaged.

@@ -3,7 +3,7 @@
 The logits of ``B x T`` tokens over ``V`` entries are the largest array of a training step: 20 GB in
 float32 for 32k tokens of QwQ. Here they exist for one chunk at a time, and only once. The gradient
 of a sum over tokens with respect to the hidden states is known, up to one scalar, as soon as the
-logits are. It is computed beside the loss, kept in the dtype of the hidden states, ``[B, T, D]``,
+logits are. It is computed next to the loss, kept in the dtype of the hidden states, ``[B, T, D]``,
 and scaled in the backward pass, which therefore repeats no matmul.
 Matmuls are in the model's dtype with float32 accumulation; everything between them is float32.
 """
@@ -186,7 +186,7 @@ def chunked_loss(
       criterion: static; computes a chunk. Where all parts of a token are 0 its loss must be 0,
         because the last chunk may be padded with such tokens.
       products: what the logits are made of.
-      parts: arrays ``[B, T, ...]`` that the criterion reads beside the logits; no gradient.
+      parts: arrays ``[B, T, ...]`` that the criterion reads besides the logits; no gradient.
       chunk: most tokens of a device whose logits exist at once.
       learns: of each product, give its head a gradient, too; a frozen one saves the matmul.
       whole: arrays that the criterion reads for every chunk; no gradient.

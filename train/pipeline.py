@@ -44,7 +44,7 @@ from .target import TargetObjective, mlp_tokens_at_once
 from .views import Reads
 
 TOKENS_PER_DEVICE = 16384
-"""Of a micro-batch: enough for the matrix units, and little beside the weights of a 7B target."""
+"""Of a micro-batch: enough for the matrix units, and little next to the weights of a 7B target."""
 
 
 @dataclass
@@ -186,7 +186,7 @@ def _checkpoints(plan: PlannedStage) -> Path:
 
 
 def pretrain(run: TrainingRun, config: PretrainingConfig) -> None:
-    """Train the target from scratch and save it, its tokenizer beside it.
+    """Train the target from scratch and save it, its tokenizer next to it.
 
     Raises:
       ValueError: if it was trained before, by another run.

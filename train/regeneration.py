@@ -4,10 +4,10 @@ System and user turns are kept. Assistant turns are dropped: the target answers 
 Of plain text, which has no turns, a prefix is kept, and the target continues it.
 
 The next question of a row is asked as soon as the one before it is answered. Tokens of an answer
-depend on its prompt, the options and its seed, and in float32 on nothing beside it.
+depend on its prompt, the options and its seed, and in float32 on nothing else.
 
 The output has whole lines, in order, none of them twice. Every line names the row it was made of,
-so that the last line says where to continue. What the rows depend on lies in a small file beside
+so that the last line says where to continue. What the rows depend on lies in a small file next to
 it, and a run that differs in any of it is refused.
 """
 
@@ -106,7 +106,7 @@ def _row_tokens(arguments: argparse.Namespace, source: Path) -> int:
         )
     if most - arguments.max_new_tokens < max(1, arguments.prefix_tokens):
         raise ValueError(
-            f"--max_row_tokens={most} has no room for prompts beside "
+            f"--max_row_tokens={most} has no room for prompts next to "
             f"--max_new_tokens={arguments.max_new_tokens}"
             + f" and --prefix_tokens={arguments.prefix_tokens}" * bool(arguments.prefix_tokens)
             + "; give fewer new tokens"
@@ -253,7 +253,7 @@ class Conversation:
 
 
 def seed_of(seed: int, row: int, answer: int) -> int:
-    """The seed of an answer, the same whatever is answered beside it; 32 bits."""
+    """The seed of an answer, the same whatever is answered alongside it; 32 bits."""
     digest = hashlib.sha256(f"{seed}/{row}/{answer}".encode()).digest()
     return int.from_bytes(digest[:4])
 

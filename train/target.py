@@ -26,7 +26,7 @@ from .losses import cross_entropy_sum, next_token_labels
 from .step import Batch, cast
 
 LONG = 16384
-"""Up to this number of tokens, MLP activations are small beside the weights of a 7B target."""
+"""Up to this number of tokens, MLP activations are small next to the weights of a 7B target."""
 
 
 def mlp_tokens_at_once(tokens: int) -> int:

@@ -3,7 +3,7 @@
     python -m train.vocabulary --target=TARGET --draft=FOLDER --files='corpus/*.jsonl'
     python -m infer.decode --target=TARGET --draft=FOLDER --draft_option=vocabulary=16384
 
-The table is saved beside the draft. With the option vocabulary=N the draft proposes only the first
+The table is saved next to the draft. With the option vocabulary=N the draft proposes only the first
 N tokens; the target's output does not change. Use text like the text you will generate.
 Special and stop tokens come first, whatever their counts. Files are read as for training.
 The exit status is 0, or 2 for bad input.
@@ -84,7 +84,7 @@ def _draft_folder(name: str, target: TargetConfig) -> Path:
     folder = expanded(name)
     if not folder.is_dir():
         raise FileNotFoundError(
-            f"--draft={name} is not a folder; the table is saved beside the draft's weights: name "
+            f"--draft={name} is not a folder; the table is saved next to the draft's weights: name "
             "the folder they are in, a hub draft's after downloading it"
         )
     try:

@@ -1,4 +1,4 @@
-"""JetSpec: needs ``jetspec`` with transformers 4.57 beside it, and ``torch`` with CUDA.
+"""JetSpec: needs ``jetspec`` with transformers 4.57 next to it, and ``torch`` with CUDA.
 
 Its engine as its README measures it: paged cache without gathers, compiled verification and a draft
 head in CUDA graphs, joined matmuls. Target and head have random weights, the head the form of the

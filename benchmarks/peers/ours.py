@@ -2,7 +2,7 @@
 
 ``ours`` has one order of sums, so that speculation changes no bit; ``ours-fastest`` has the fastest
 kernels. A ``round`` is verified in the default tree of 64 nodes; drafts are in 8 bits, the default
-beside a large target on a GPU.
+next to a large target on a GPU.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from . import attention
 from .rows import ATTENTION, PLAIN, REAL, ROUND, Job, text_row
 
 PLAIN_BESIDE = "longspec"
-"""The draft whose rows have the plain step, too: it is the same beside every draft."""
+"""The draft whose rows have the plain step, too: it is the same next to every draft."""
 
 
 def main(path: str, *, batch_invariant: bool = True) -> None:

@@ -137,7 +137,7 @@ def whole(row: Row, peer: str, version: str | None) -> Row:
 
 
 def merged_texts(rows: Sequence[Row], plain: Sequence[Row]) -> list[Row]:
-    """One row for the texts of each context and temperature, beside plain decoding's of the peer.
+    """One row for the texts of each context and temperature, next to plain decoding's of the peer.
 
     Tokens a second are all tokens over all seconds; ``ms`` and ``tau`` are means over rounds.
     """

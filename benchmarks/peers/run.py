@@ -1,4 +1,4 @@
-"""How fast other engines decode the same shapes and texts on this card, beside ours.
+"""How fast other engines decode the same shapes and texts on this card, next to ours.
 
 Every peer runs in processes of its own, one after the other, and answers rows of one schema
 (``benchmarks.peers.rows``): ``plain`` and ``round`` are of random weights of a shape, from prompts
@@ -57,7 +57,7 @@ class Peer:
     words: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
     plain_with_rounds: bool = False
-    """Whether its jobs of rounds have the plain steps beside them."""
+    """Whether its jobs of rounds have the plain steps next to them."""
 
 
 NO_FLASHINFER = (("VLLM_USE_FLASHINFER_SAMPLER", "0"),)

@@ -21,7 +21,7 @@ OFFLINE = (
     "download it elsewhere and name the file with --data=FILE, or name a mirror with HF_ENDPOINT"
 )
 DATASETS = "the datasets package (pip install datasets); JSON lines need nothing: --data=FILE.jsonl"
-"""The package that is missing beside the core, and the alternative."""
+"""The package that is missing besides the core, and the alternative."""
 
 
 def rows(task: str, source: Path | Hub) -> list[Row]:

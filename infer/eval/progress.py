@@ -27,7 +27,7 @@ class Part:
     samples: int
 
     def line(self, records: Sequence[SampleRecord], plain: Sequence[SampleRecord]) -> str:
-        """Its figures, beside those of plain decoding on the same samples."""
+        """Its figures, next to those of plain decoding on the same samples."""
         words = [counted(len(records), "sample"), *figures_in_words(records)]
         if self.method != PLAIN_METHOD and any(each.decode_tokens for each in plain):
             speedup = tokens_per_second(records) / tokens_per_second(plain)

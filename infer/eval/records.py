@@ -29,7 +29,7 @@ PLAIN_METHOD = "plain"
 """The method that all others are compared with."""
 HEADER, SAMPLES, SKIPPED = "header.json", "samples.jsonl", "skipped.jsonl"
 COMPARED = "target dtype tasks temperatures seeds batch".split()
-"""Fields of the header that a continued run must share, beside methods and options."""
+"""Fields of the header that a continued run must share, besides methods and options."""
 
 End = Literal["eos", "length"]
 

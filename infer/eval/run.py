@@ -51,7 +51,7 @@ KEPT_OF_MODELS = (
     "revision draft_revision adapter mesh prefill_chunk max_num_seqs offload batch_invariant "
     "kv_dtype attention"
 ).split()
-"""Options that a continued run must repeat, beside those with a field in the header."""
+"""Options that a continued run must repeat, besides those with a field in the header."""
 DEFINITIONS = {
     "acceptance_length": ACCEPTANCE_DEFINITION,
     "tokens_per_second": "tokens of the decode rounds / their seconds, each call's seconds counted "

@@ -116,7 +116,7 @@ def _tables(
         texts = rows.assign(column=columns).pivot_table(
             "text", ["task", "method"], "column", "first", observed=True
         )
-        if name == BY_TASK:  # The tasks' speed-ups beside each other.
+        if name == BY_TASK:  # The tasks' speed-ups next to each other.
             drawn = rows[rows["column"] == SPEED_UP.name]
             drawn = drawn.assign(column=drawn["task"], task=SPEED_UP.name)
         else:
@@ -128,7 +128,7 @@ def _tables(
 def draw(
     title: str, cells: pd.DataFrame, styles: Mapping[str, tuple[str, str]], joined: bool
 ) -> tuple[str, str]:
-    """A chart of every task beside each other, points with their intervals, and all in words.
+    """A chart of every task next to each other, points with their intervals, and all in words.
 
     Args:
       title: of the table.

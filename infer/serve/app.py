@@ -478,7 +478,7 @@ _CLOSED = "form-action 'none'; frame-ancestors 'none'"
 
 
 def page_response() -> Response:
-    """The page, which lies beside this file, with the policy by which its script alone runs."""
+    """The page, which lies next to this file, with the policy by which its script alone runs."""
     text = (Path(__file__).parent / "page.html").read_text("utf-8")
     policy = "".join(f"{name}-src {_digest(text, name)}; " for name in ("style", "script"))
     headers = {

@@ -426,7 +426,7 @@ def _check_numbers(call: Call, prompt: int, new: int) -> None:
     """
     new = 0 if call.stream else new
     scored = new + (prompt if call.echo else 0)
-    # A token's own number and its place stand beside the alternatives.
+    # A token's own number and its place come on top of the alternatives.
     of_scores = 0 if call.alternatives is None else scored * (2 + call.alternatives)
     numbers = call.n * (of_scores + new * OF_ROUNDS * call.longspec.rounds)
     if numbers > MOST_NUMBERS:

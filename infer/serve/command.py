@@ -47,7 +47,7 @@ from .markup import Markup, markup_of
 from .metrics import Metrics
 
 PREFILLS = 4, 2, 1
-"""Prompts that may be read at once: as many as fit beside as many slots. Each takes as much memory
+"""Prompts that may be read at once: as many as fit with as many slots. Each takes as much memory
 as a slot."""
 MOST_SLOTS, MOST_CPU_SLOTS = 32, 4
 """Slots that are made of free memory."""
@@ -303,7 +303,7 @@ def served_over(
       request_seconds: after which a call is ended; None for no limit.
       template: as in :func:`chat_encoder`.
       api_keys: of which clients must send one, if there are any.
-      host: that requests may name where there is no key, beside addresses and private names.
+      host: that requests may name where there is no key, besides addresses and private names.
       log_prompts: whether prompts are written to the log.
     """
     model = served_model(
@@ -343,7 +343,7 @@ def served_model(
     """What requests are checked against; arguments as of :func:`served_over`."""
     tokenizer, drafter = spec.tokenizer, engine.runner.drafter
     if tokenizer is not None:
-        # The first call may change the tokenizer's own settings, beside which no other thread may
+        # The first call may change the tokenizer's own settings, during which no other thread may
         # use it ("Already borrowed").
         tokenizer("")
 

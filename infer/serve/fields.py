@@ -73,14 +73,14 @@ def defect(error: Exception) -> Refused:
     return Refused(f"the server has a defect: {type(error).__name__}", status=500)
 
 
-# What is read by a rule or a function, beside the rules of the library.
+# What is read by a rule or a function, besides the rules of the library.
 
 
 class Neutral(Rule):
     """A field that is not supported: only values at which it has no effect are accepted."""
 
     def __init__(self, *values: object, remedy: str = "leave the field out") -> None:
-        """Bind the values beside null, which every optional field takes."""
+        """Bind the values besides null, which every optional field takes."""
         self.values, self._remedy = values, remedy
 
     def refusal(self, value: object) -> str | None:

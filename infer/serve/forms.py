@@ -87,7 +87,7 @@ class CallForm(CallRules, Protocol):
     """How a call is written between its marks."""
 
     around: ClassVar[Around]
-    """Its marks, and those of the reasoning beside it."""
+    """Its marks, and those of the reasoning next to it."""
 
     def reader(self, functions: Mapping[str, Function]) -> CallReader:
         """What reads a call of one of these functions."""

@@ -119,7 +119,7 @@ class _Rules:
         for several in ("anyOf", "oneOf"):
             if schema.get(several):
                 if others := [key for key in schema if key in _READ and key != several]:
-                    raise ValueError(f"{several} beside {others[0]} is not written; choose one")
+                    raise ValueError(f"{several} next to {others[0]} is not written; choose one")
                 return [*map(self.value, schema[several])]
         found = schema.get("type") or next(
             (kind for key, kind in (("properties", "object"), ("items", "array")) if key in schema),

@@ -32,7 +32,7 @@ HEALTH, PAGE = "/health", "/"
 CLIENT = "longspec.client"
 """In the scope of a request: the place of its key among the server's."""
 PRIVATE = ".localhost", ".local", ".internal"
-"""Ends of names that no public DNS has, beside those without a dot."""
+"""Ends of names that no public DNS has, besides those without a dot."""
 
 MOST_BYTES = 32 * 2**20
 """Of any body."""
@@ -44,7 +44,7 @@ client may write as ``\\u4e2d``, 6 to 12."""
 OTHER_BYTES, OTHER_VALUES = 2**20, 2**17
 """Of all that is no prompt: the frame of messages, a JSON schema, biases."""
 MOST_VALUES, MOST_STRINGS, MOST_CONTAINERS = 2**19, 2**18, OTHER_VALUES
-"""Of a body: token ids beside those of one whole prompt, texts and names, and lists and objects."""
+"""Of a body: token ids besides those of one whole prompt, texts and names, lists and objects."""
 LONGEST_NUMBER = 100
 """Characters: Python reads a number in the time of their square."""
 DEEPEST = 40

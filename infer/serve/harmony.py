@@ -63,7 +63,7 @@ def channels_of(template: str, added: Mapping[str, int]) -> Channels | None:
 def turn_with_thinking(turn: Mapping[str, Any]) -> dict[str, Any]:
     """A message as gpt-oss's template takes it: it reads ``thinking``.
 
-    Beside calls it takes either that or a text, both of which it shows as reasoning.
+    Next to calls it takes either that or a text, both of which it shows as reasoning.
     """
     thought, content = turn.get("reasoning", ""), turn.get("content", "")
     if not thought:

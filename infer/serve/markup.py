@@ -111,7 +111,7 @@ class Markup:
 
     @property
     def around(self) -> Around:
-        """The texts of marks, and what stands beside them."""
+        """The texts of marks, and what stands next to them."""
         return Around() if self.form is None else self.form.around
 
 
@@ -120,7 +120,7 @@ def markup_of(template: str, added: Mapping[str, int], special: Collection[int] 
 
     Args:
       template: the text of its chat template; that for messages with tools, if there are several.
-      added: tokens that the tokenizer has beside those it has learned, by their texts.
+      added: tokens that the tokenizer has besides those it has learned, by their texts.
       special: those without a text.
     """
     if (channels := channels_of(template, added)) is not None:

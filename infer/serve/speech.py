@@ -1,6 +1,6 @@
 """What an answer of a chat has said: text, reasoning and calls of tools, as it is sent.
 
-Newlines beside marks belong to neither side. What begins a part, :mod:`infer.serve.messages` and
+Newlines next to marks belong to neither side. What begins a part, :mod:`infer.serve.messages` and
 :mod:`infer.serve.harmony` find.
 """
 
@@ -63,7 +63,7 @@ class Speech:
         self._spoke = set[Part]()
         """Parts of which something was said."""
         self._broke = False
-        """Whether newlines beside marks were left out since."""
+        """Whether newlines next to marks were left out since."""
         self._newlines = ""
         """At the end of what was said, held back: a mark may follow."""
 

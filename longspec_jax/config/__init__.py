@@ -2,5 +2,5 @@
 
 A configuration is a legal static argument of ``jax.jit``. Fields are declared once, here; reading
 them from a Hugging Face ``config.json`` is :mod:`longspec_jax.weights.hf_config`'s work. A draft's
-configuration lies beside the draft, such as :mod:`longspec_jax.drafters.longspec`.
+configuration lies next to the draft, such as :mod:`longspec_jax.drafters.longspec`.
 """

@@ -187,14 +187,14 @@ class ExpertsConfig(Checked):
     shared: Annotated[int | None, Whole()] = None
     """MLP width of one more expert, which computes every token times a sigmoid of its input."""
     beside: bool = False
-    """Whether they stand beside the layer's own MLP, with norms of their own and a factor of every
+    """Whether they stand next to the layer's own MLP, with norms of their own and a factor of every
     expert; their router reads the residual stream (Gemma 4)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         Whole(1, self.count).read("experts: chosen", self.chosen)
         if self.shared is not None and self.beside:
-            raise ValueError("experts beside an MLP have no shared one: it is the MLP")
+            raise ValueError("experts next to an MLP have no shared one: it is the MLP")
 
 
 @dataclass(frozen=True)
@@ -259,7 +259,7 @@ class LayerConfig(Checked):
     """Tokens that a token sees, itself included: ``p_q - p_k < window``. All before it if
     absent."""
     experts: ExpertsConfig | None = None
-    """The MLP's experts, or those beside it; None for one MLP of the target's ``mlp_width``."""
+    """The MLP's experts, or those next to it; None for one MLP of the target's ``mlp_width``."""
     recurrence: RecurrenceConfig | None = None
     """What takes the place of attention; None for attention."""
     heads: HeadsConfig | None = None

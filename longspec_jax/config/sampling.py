@@ -26,7 +26,7 @@ from longspec_jax.config.tree import TreeConfig
 from longspec_jax.schema import Option, options
 
 MOST_ALTERNATIVES = 20
-"""Most tokens beside the drawn one whose log-probabilities a call may ask for."""
+"""Most tokens besides the drawn one whose log-probabilities a call may ask for."""
 TOKEN = Whole(0)
 """A token id; the size of the vocabulary is checked where the target is known."""
 BIAS = Real(-100.0, 100.0, "a number from -100 to 100")
@@ -142,7 +142,7 @@ class GenerateOptions(TypedDict, total=False):
         Option(
             Each(Text(1)),
             None,
-            "texts that end a row, beside the stop tokens; its text ends before them",
+            "texts that end a row, besides the stop tokens; its text ends before them",
         ),
     ]
     num_return_sequences: Annotated[

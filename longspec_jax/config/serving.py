@@ -41,7 +41,7 @@ class EngineOptions(EngineSizes, total=False):
             Whole(),
             1,
             "prompts that may be under way at once, the shortest first; each takes a row of "
-            "memory beside the slots",
+            "memory alongside the slots",
         ),
     ]
     prefixes: Annotated[

@@ -107,7 +107,7 @@ class TreeConfig:
             )
 
     def _check_lookup(self, lookup: object) -> None:
-        """Refuse levels that are none, lookup beside a chain, and lookup alone without a budget."""
+        """Refuse levels that are none, lookup with a chain, and lookup alone without a budget."""
         if not is_whole(lookup) or not 1 <= lookup <= MOST_LOOKUP:
             raise ValueError(
                 f"lookup={shown(lookup)} must be the levels of what is looked up, from 1 to "

@@ -1,9 +1,9 @@
 """Whether text is the same with and without speculation: the one place that knows.
 
 In float32 it is: rounding is so fine that no draw of any test has hung on it. In 16 bits a token's
-logits must have the same bits in every pass over it: alone, beside other rows, as a node of a tree,
+logits must have the same bits in every pass over it: alone, with other rows, as a node of a tree,
 and whether the tokens before it are cached or in the tree. That takes kernels whose sums have one
-order, which depends neither on the rows beside a row nor on the size of the cache. Prompts are
+order, which depends neither on the rows alongside a row nor on the size of the cache. Prompts are
 then prefilled one by one, in steps that follow from their own length
 (:func:`longspec_jax.decoding.runner.chunk_sizes`).
 """
@@ -108,7 +108,7 @@ def _require_kernels(target: TargetModel, quantised: bool) -> bool:
     if config.layer_inputs is not None or config.value_norm or beside:
         raise NotImplementedError(
             "batch_invariant was not made for a second embedding, norms of values, or experts "
-            "beside an MLP; leave it out, or load the target in float32"
+            "next to an MLP; leave it out, or load the target in float32"
         )
     narrow = config.kv_dtype is not None
     hopper = _require_attention_kernels(config)

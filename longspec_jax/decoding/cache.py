@@ -1,6 +1,6 @@
 """The target's key/value cache: committed tokens only, one array per layer.
 
-A tree's K/V come back from verification beside the logits; after acceptance the accepted rows are
+A tree's K/V come back from verification with the logits; after acceptance the accepted rows are
 appended. Nothing is moved, and a rejected branch never touches the cache. How many slots hold
 committed tokens is the row's ``length``, kept by the decode state; memory beyond it may hold
 anything, because every op masks by length.

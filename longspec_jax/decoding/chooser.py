@@ -4,8 +4,8 @@ A policy names a candidate and how many of its rounds to run, and learns what ro
 that goes by the clock is in :mod:`longspec_jax.decoding.policy`. The loop launches rounds before
 the last ones were read, so a policy hears late of what it has chosen (:class:`LateChoices`).
 
-A round of 64 nodes costs little more than a plain one beside one row, and several times as much
-beside eight. What a round emits in a row does not depend on the others. So every number of live
+A round of 64 nodes costs little more than a plain one alongside one row, and several times as much
+alongside eight. What a round emits in a row does not depend on the others. So every number of live
 rows has a policy of its own, and they share what they know of acceptance (:class:`Chooser`).
 """
 
@@ -257,7 +257,7 @@ class Chooser:
         return choice, own.policy.watch(choice)
 
     def record(self, candidate: int, seen: Measurement, live: int) -> None:
-        """Note what a launch beside this many live rows did."""
+        """Note what a launch alongside this many live rows did."""
         self._by_load[self._of(live)].record(candidate, seen)
 
     def _of(self, live: int) -> int:

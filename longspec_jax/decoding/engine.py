@@ -47,7 +47,7 @@ class Engine:
     """Row slots through which requests pass.
 
     Requests may differ in everything: prompt, sampling, stop tokens, budget. A row's text depends
-    on none of the rows beside it. All launches of an engine have the same shapes, so that nothing
+    on none of the other rows. All launches of an engine have the same shapes, so that nothing
     is compiled after the first request of each sampling kind.
     """
 
@@ -71,7 +71,7 @@ class Engine:
           chunks: tokens of a prefill step, ascending: a prompt takes the smallest that holds it,
             and the last one if none does. Of prompts that are prefilled together there is one.
           prefills: requests whose prompts may be under way at once; each takes a row of its own
-            beside the slots. The one with the fewest chunks left goes first.
+            alongside the slots. The one with the fewest chunks left goes first.
           prefixes: whether a prompt begins with a copy of the chunks that a slot holds already.
             Slots of a target with window layers hold none.
           host_bytes: of chunks that are kept in the host's memory, too.
@@ -207,7 +207,7 @@ class Engine:
         Raises:
           ValueError: if a slot cannot hold the prompt and what it may emit, or the engine was not
             made for what the request asks.
-          NotImplementedError: for a constraint beside a drafter that is not lossless.
+          NotImplementedError: for a constraint next to a drafter that is not lossless.
         """
         runner = self.runner
         if constraint is not None and not all(drafter.lossless for drafter in runner.drafters):
@@ -397,7 +397,7 @@ class Engine:
         if decode:
             self._launch_rounds(begun)
         queued = int(self.ahead and len(unread) > before)
-        # A prompt's chunk and its first token may have been launched beside the rounds.
+        # A prompt's chunk and its first token may have been launched alongside the rounds.
         most = queued + 2 if self.ahead else 0
         while len(unread) > (most if self._outputs else queued):
             self._launches.land()

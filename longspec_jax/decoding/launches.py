@@ -172,6 +172,6 @@ class Faults:
         self._last = now
         self.count += 1
         LOG.error("a step failed, and all requests begin again", exc_info=error)
-        # There may be no room for the old arrays beside new ones.
+        # There may be no room for the old arrays next to new ones.
         traceback.clear_frames(error.__traceback__)
         return True

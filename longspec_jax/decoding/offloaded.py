@@ -71,7 +71,7 @@ class OffloadedCache(KVCache):
         return read
 
     def shardings(self, sharding: Sharding) -> "OffloadedCache":
-        """The host's memory beside the device, for all layers but the resident ones."""
+        """The host's memory next to the device, for all layers but the resident ones."""
         host = sharding.with_memory_kind(HOST_MEMORY)
         here = jax.tree.map(lambda _: sharding, self)
         keys, values = (

@@ -110,7 +110,7 @@ class FastestWithinBudget(Policy):
     share: float = 0.01
     """Regret of all looks, as a share of the time spent."""
     credit: float = 2.0
-    """Regret of all looks from the beginning, in rounds of the cheapest candidate; beside three
+    """Regret of all looks from the beginning, in rounds of the cheapest candidate; with three
     waits, as a look has two. Without them a candidate that began badly would never run again."""
     doubt: float = 0.5
     """How much faster than its estimate the leader may be, relative, if one round is behind it;
@@ -300,7 +300,7 @@ class FastestWithinBudget(Policy):
             # One launch may have met a pause.
             by = min(max(measured, usual / 2), 2 * usual) - usual
             by *= seen.rounds / (seen.rounds + ran)
-            # The excess of a launch that is short beside the wait is the host's. Taken whole, it
+            # The excess of a launch that is short next to the wait is the host's. Taken whole, it
             # made all rounds seem alike, and a lead of a third in tokens a second was not seen.
             by *= seen.seconds / (seen.seconds + UNSURE * self.wait)
             ran = min(ran + seen.rounds, TRUSTED)

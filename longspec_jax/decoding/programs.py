@@ -8,7 +8,7 @@ programs of the process share one bounded list of these. What drops off the list
 executable along, and is compiled again if its shape comes back. The programs of others, which
 ``jax.clear_caches()`` would drop too, stay.
 
-Tracing and lowering are Python, which one thread at a time can run; XLA compiles beside Python. So
+Tracing and lowering are Python, which one thread at a time can run; XLA compiles in parallel. So
 one thread lowers program after program, the slowest to compile first, and each is compiled
 meanwhile (:func:`compile_side_by_side`). jax keeps what it compiled by the function and its
 arguments' types, where the first call finds it. No program runs and no cache is allocated.
@@ -101,7 +101,7 @@ class Recent:
         return not lost
 
     def pin(self, keys: Set[Hashable]) -> None:
-        """Keep these entries beside the bounded number of others, until as many unpins."""
+        """Keep these entries besides the bounded number of others, until as many unpins."""
         with self._lock:
             self._pins.update(keys)
 

@@ -25,7 +25,7 @@ from longspec_jax.ops.slicing import along
 
 
 class Contents(NamedTuple):
-    """What a report holds beside tokens and counts; static."""
+    """What a report holds besides tokens and counts; static."""
 
     logprobs: int | None = None
     """Alternatives of every token; None for no log-probabilities."""

@@ -183,7 +183,7 @@ def _more(
     draws: Int[Array, "B T"],
     path: AcceptedPath,
 ) -> tuple[Array, ...]:
-    """What a report holds of a round beside tokens and counts."""
+    """What a report holds of a round besides tokens and counts."""
     more = []
     if contents.logprobs is not None:
         logits = along(path.path, verified.logits)

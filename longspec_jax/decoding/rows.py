@@ -86,7 +86,7 @@ class Request:
     adjustments: AdjustmentOptions | None = None
     """Biases and penalties; none if absent."""
     logprobs: Leaf[Int[Array, " B"]] | None = None
-    """How many alternatives of every emitted token to report beside its log-probability; -1 for
+    """How many alternatives of every emitted token to report besides its log-probability; -1 for
     neither, in every row if absent."""
     prompt_logprobs: Leaf[Int[Array, " B"]] | None = None
     """The same of the prompt's tokens."""

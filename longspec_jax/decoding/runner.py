@@ -119,7 +119,7 @@ class ModelRunner:
 
     @cached_property
     def row_shardings(self) -> RowShardings:
-        """The shardings of a row that is prefilled beside the slots."""
+        """The shardings of a row that is prefilled alongside the slots."""
         return RowShardings.beside(self.params.target, 1)
 
     def request(self, given: Request) -> Request:
@@ -205,7 +205,7 @@ class ModelRunner:
 
     @cached_property
     def reported(self) -> Mapping[SamplingKind, Contents]:
-        """What launches report; beside other candidates what those would have emitted."""
+        """What launches report; among other candidates what those would have emitted."""
         whole = self.contents._replace(candidates=self.drafters if len(self.drafters) > 1 else ())
         # Rows that ask for log-probabilities are of any kind.
         return {

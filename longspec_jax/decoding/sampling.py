@@ -10,7 +10,7 @@ Filters follow the order of transformers: temperature, top-k, top-p, min-p. None
 finds its edge by bisection on the 32 bits of the logits. On two CPU cores and 128k tokens that
 takes a quarter to a third of the time of a sort.
 
-A draw's bits do not depend on how many rows or nodes are drawn beside it. Operations on single
+A draw's bits do not depend on how many rows or nodes are drawn alongside it. Operations on single
 elements, counts, the maximum and the argmax have one result in any order. The compiler chooses the
 order of a sum by the shape of the array, so the masses of top-p are added up as whole numbers.
 """

@@ -2,7 +2,7 @@
 
 Before the first request every program runs once, so that no later one compiles. From the seconds of
 chunks and rounds follow the size of chunks that keeps running streams moving, and which tree pays
-beside how many live rows.
+alongside how many live rows.
 """
 
 import math
@@ -44,7 +44,7 @@ TIMINGS = 3
 LONG = 0.5
 """Seconds of a launch that is timed once: a short run would wait for no more of them."""
 ROUNDS = 5
-"""Rounds of a longer launch, beside which one of a single round shows the wait."""
+"""Rounds of a longer launch, against which one of a single round shows the wait."""
 BRIEF = 0.02
 """Seconds of a round below which the host's wait, some milliseconds, is timed apart."""
 SMALLEST_CHUNK = 64

@@ -1,6 +1,6 @@
 """Gemma 4's assistant: thin layers that read the target's keys and values, and have none.
 
-A step takes the newest token's embedding, which is the target's, beside a state, and projects both
+A step takes the newest token's embedding, which is the target's, next to a state, and projects both
 to the assistant's width. Its layers are Gemma 4's with queries alone: they attend to what the
 target has cached in its last layer with a window, and in its last one without, that have keys of
 their own. All steps of a round stand where the pending token does. The state is at first what left
@@ -141,7 +141,7 @@ class Assistant(nn.Module):
 
 @struct.dataclass
 class AssistantParams:
-    """Its layers and its LM head, beside the target's embedding, which is wider."""
+    """Its layers and its LM head, next to the target's embedding, which is wider."""
 
     layer: PyTree
     """Parameters of :class:`Assistant`."""

@@ -57,7 +57,7 @@ class Needs:
     """How many of the last committed tokens its state depends on; all of them if absent. It does
     not get chunks of a prompt that end before these."""
     first: int = 0
-    """How many of the first tokens it depends on beside the last ones."""
+    """How many of the first tokens it depends on besides the last ones."""
     text: bool = False
     """Whether it gets all committed tokens, by their ids alone where its features do not need
     them."""
@@ -274,7 +274,7 @@ class View:
           fresh: keys and values of all fresh tokens; those of these tokens are written at ``at``.
           mask: ``[B, T, U]`` which fresh tokens each of them sees, itself included.
           at: index of the first of these tokens among the fresh ones.
-          needs: what to return of them beside the logits.
+          needs: what to return of them besides the logits.
         """
         run = partial(
             self.target.partial_forward,

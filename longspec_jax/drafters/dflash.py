@@ -363,7 +363,7 @@ class DFlashDrafter(Drafter):
     """Implementation of attention, and of the choice among a level's continuations; chosen
     automatically if absent."""
     window: int | None = None
-    """Entries of committed tokens that it sees beside the sinks, the last ones; all if absent.
+    """Entries of committed tokens that it sees besides the sinks, the last ones; all if absent.
     Layers with a shorter window of their own see that."""
     sinks: int = 0
     """First entries that it sees as well, where there is a window."""

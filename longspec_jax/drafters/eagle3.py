@@ -1,7 +1,7 @@
 """EAGLE-3 (arXiv 2503.01840): beam search with one layer over features of the target.
 
 Hidden states of several layers of the target are fused to one feature of the draft's width. The
-layer reads a token's embedding beside the feature of the token before it; attention takes both,
+layer reads a token's embedding next to the feature of the token before it; attention takes both,
 twice as wide as the model. Its output stands in for the feature of the token itself, which only the
 target knows: so the next level of a tree goes on from it. Keys and values of a committed token
 depend on (feature, token, position) alone, because there is one layer. So a prompt costs one matmul
@@ -14,7 +14,7 @@ node takes its parent's output for the feature. None of this is kept: the accept
 cache with the features that its verification computed.
 
 Without a window the cache grows with the context. With one it is a ring of the last entries and the
-first few beside it (:mod:`longspec_jax.drafters.window`), in constant memory. Of a whole cache it
+first few besides it (:mod:`longspec_jax.drafters.window`), in constant memory. Of a whole cache it
 may read what the target attends to (:mod:`longspec_jax.drafters.retrieval.working_cache`).
 """
 
@@ -338,7 +338,7 @@ class Eagle3Drafter(Drafter):
     """Implementation of attention, and of the choice among a level's continuations; chosen
     automatically if absent."""
     window: int | None = None
-    """Entries of committed tokens that it sees beside the sinks, the last ones; all if absent."""
+    """Entries of committed tokens that it sees besides the sinks, the last ones; all if absent."""
     sinks: int = 0
     """First entries that it sees as well, where there is a window."""
     working: WorkingCache | None = None

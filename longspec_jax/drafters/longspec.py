@@ -326,7 +326,7 @@ class LongSpecDrafter(Drafter):
     working: WorkingCache | None = None
     """What cross-attention reads of the target's cache; all of it if absent."""
     own_tokens: bool = False
-    """Whether it proposes what a row's text holds beside its vocabulary."""
+    """Whether it proposes what a row's text holds besides its vocabulary."""
     name: str = field(default="longspec", init=False)
 
     def __post_init__(self) -> None:
@@ -428,7 +428,7 @@ class LongSpecDrafter(Drafter):
 
 
 class MoreTokens(NamedTuple):
-    """Tokens that each row proposes beside the draft vocabulary, with their rows of the LM head."""
+    """Tokens that each row proposes besides the draft vocabulary, with their LM head rows."""
 
     vocabulary: Int[Array, "B m"]
     """The draft vocabulary, then the row's own tokens."""
@@ -481,8 +481,8 @@ class LongSpecOptions(WorkingCacheOptions):
     """
 
     vocabulary: int | None = None
-    """How many tokens it may propose beside those that a row's text holds: the first ones of the
-    table beside the draft, which ``python -m train.vocabulary`` makes; as many as the target has
+    """How many tokens it may propose besides those that a row's text holds: the first ones of the
+    table next to the draft, which ``python -m train.vocabulary`` makes; as many as the target has
     for all.
 
     If absent, those that the tokenizer learned first, on a GPU with a large target in 16 bits whose

@@ -27,7 +27,7 @@ class StreamingDrafter(Drafter):
 
     tree: TreeConfig
     selection: SinksAndRecent = SinksAndRecent()
-    """Which committed tokens a level sees, beside its own ancestors."""
+    """Which committed tokens a level sees, besides its own ancestors."""
     name: str = field(default="streaming", init=False)
 
     def propose(self, params: Params, state: tuple[()], view: View, noise: SamplingNoise) -> Tree:

@@ -34,7 +34,7 @@ from longspec_jax.ops.matmul.quantised_weights import QuantisedMatrix, Quantised
 from longspec_jax.sharding import param_shardings
 
 SINKS = 4
-"""First entries that a draft sees beside its window, unless it was trained with a window."""
+"""First entries that a draft sees besides its window, unless it was trained with a window."""
 MOST_SINKS = 64
 """They are read at every level, in the buffer of the tree."""
 NOT_WHOLE = (
@@ -55,7 +55,7 @@ class FeatureOptions:
 
     If absent, what it was trained for, where the target's range is longer."""
     sinks: int | None = None
-    """How many of the first tokens it sees beside the window; 4 if absent, none where it was
+    """How many of the first tokens it sees besides the window; 4 if absent, none where it was
     trained with a window of its own."""
     layers: str | None = None
     """Layers of the target after which it takes the hidden states, such as ``1,15,28``, -1 for the

@@ -4,7 +4,7 @@ Entries are keys and values that a draft makes of the target's features. They de
 token, position) alone, so a ring of the last entries is exact for a window of its size, and its
 order does not matter to attention.
 
-The first entries (sinks) lie beside the ring. Their keys are turned each round to stand right
+The first entries (sinks) lie next to the ring. Their keys are turned each round to stand right
 before it: no distance is ever longer than sinks and ring, so that a draft that was trained on short
 texts goes on at any length, in constant memory.
 """
@@ -48,7 +48,7 @@ class Seen(NamedTuple):
     window: int | None
     """The last ones; all if None."""
     sinks: int
-    """The first ones beside them."""
+    """The first ones besides them."""
 
     def checked(self) -> "Seen":
         """The same; raises ValueError for what there cannot be."""

@@ -296,7 +296,7 @@ def plan_call(
     key = tree, adaptive, sizes, kind, contents, scored, adjusted
     if key in models.plans:
         return models.plans[key]
-    # A prompt that is prefilled beside the slots is a batch of its own.
+    # A prompt that is prefilled alongside the slots is a batch of its own.
     batches = [slots, 1] if slots < rows or (shape.alone and rows > 1) else [rows]
     memory = plan_memory(
         models, drafters, draft, batches, shape.capacity, shape.chunk, adjusted=adjusted

@@ -73,7 +73,7 @@ def candidates_by_load(drafters: Sequence[Drafter]) -> tuple[Drafter, ...]:
     """What an engine may choose among by its load: no tree, a small tree, and the default one.
 
     At eight rows 64 nodes of each cost two to three plain rounds, and 16 nodes less than two. A
-    default tree that is small itself has no smaller one beside it, whose programs would take as
+    default tree that is small itself has no smaller one next to it, whose programs would take as
     long to compile.
 
     Args:
@@ -135,12 +135,12 @@ def drafters_for(
     if chosen is not None and chosen.lookup and not any(each.looks_up for each in models.drafts):
         raise ValueError(
             f"tree {chosen} asks for prompt lookup, and no draft that looks up is loaded; load "
-            f"ngram beside the draft, or leave ~{chosen.lookup} out"
+            f"ngram next to the draft, or leave ~{chosen.lookup} out"
         )
     if chosen is not None and chosen.lookup and all(each.looks_up for each in models.drafts):
         if chosen.widths:
             raise ValueError(
-                f"tree {chosen} has nodes for a model's draft beside lookup, and only drafts that "
+                f"tree {chosen} has nodes for a model's draft next to lookup, and only drafts that "
                 f"look up are loaded; write none@{chosen.num_nodes}~{chosen.lookup}"
             )
         # The tree is theirs alone, and lookup its levels.

@@ -99,7 +99,7 @@ def run_both(run: Run, on_round: OnRound | None = None) -> Comparison:
 
 
 def _room_for_two(plan: Plan) -> bool:
-    """Whether the device holds a second cache beside the first; the host is not asked to."""
+    """Whether the device holds a second cache next to the first; the host is not asked to."""
     if plan.target.offload:
         return False
     free = free_bytes()

@@ -1,4 +1,4 @@
-"""Look inside a round: the draft's candidates beside the target's draws, and what its parts take.
+"""Look inside a round: the draft's candidates next to the target's draws, and what its parts take.
 
 For every depth of the accepted path :func:`round_views` shows what the draft proposed there, how
 likely the target finds each proposal, what the target drew, and hence why the path went on or

@@ -65,7 +65,7 @@ class MemoryPlan:
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes that the call allocates beside the loaded weights."""
+        """Bytes that the call allocates besides the loaded weights."""
         return self.cache_bytes + self.draft_state_bytes + self.working_bytes
 
 
@@ -254,7 +254,7 @@ def check_fits(plan: MemoryPlan, mesh: Mesh | None = None, *, offload: bool = Fa
             f"{plan.batch} row(s) of {plan.capacity} cache slots need "
             f"{shown_bytes(plan.needed_bytes)} ({shown_bytes(plan.cache_bytes)} cache, "
             f"{shown_bytes(plan.draft_state_bytes)} draft state, about "
-            f"{shown_bytes(plan.working_bytes)} working memory) beside the weights, and "
+            f"{shown_bytes(plan.working_bytes)} working memory) besides the weights, and "
             f"{shown_bytes(free)} are free. {_remedy(plan, free)}"
         )
     free = free_pinned_bytes() if offload else None
@@ -275,7 +275,7 @@ def _remedy(plan: MemoryPlan, free: int) -> str:
     fitting = most // max(1, -(-(plan.cache_bytes - plan.ring_bytes) // plan.capacity))
     step = max(256, 1 << max(0, fitting.bit_length() - 4))  # Capacities come in such steps.
     fits = fitting // step * step
-    # One more row is being prefilled beside those in the slots.
+    # One more row is being prefilled alongside those in the slots.
     slots, fewer = plan.batch * free // plan.needed_bytes - 1, ""
     if plan.batch > 1:
         fewer = (
@@ -289,6 +289,6 @@ def _remedy(plan: MemoryPlan, free: int) -> str:
             f"together; shorten the prompt or max_new_tokens, {fewer}or spread over more devices"
         )
     return (
-        "No context fits beside the draft state and the working memory; pass a smaller "
+        "No context fits next to the draft state and the working memory; pass a smaller "
         f"prefill_chunk or tree, {fewer}free memory on the device, or spread over more devices"
     )

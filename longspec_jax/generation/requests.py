@@ -226,7 +226,7 @@ class RequestEngine(TextEngine):
         """Compile everything before the first request, and time what ``max_itl_ms`` depends on.
 
         Nothing is compiled afterwards, whatever requests ask for. Timed too are the rounds of every
-        candidate tree beside 1, 2, 4 … live rows.
+        candidate tree alongside 1, 2, 4 … live rows.
 
         Raises:
           RuntimeError: if there are requests.

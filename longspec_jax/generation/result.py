@@ -23,7 +23,7 @@ from longspec_jax.generation.text import Piece
 ACCEPTANCE_DEFINITION = (
     "emitted tokens / target forward passes of the decode phase, bonus included, prefill excluded"
 )
-"""Printed beside every acceptance length."""
+"""Printed next to every acceptance length."""
 SHOWN = 40
 """Characters of the text in the ``repr`` of a result."""
 ROUNDS = 64

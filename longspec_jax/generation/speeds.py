@@ -10,7 +10,7 @@ with the tree that is usual on such a machine, or with what was fastest in earli
 kind, and the policy (:mod:`longspec_jax.decoding.policy`) goes on choosing by the tokens a second
 of each. Nothing is run for timing alone.
 
-What is kept is a prior. Other work on the machine makes all rounds longer, so seconds count beside
+What is kept is a prior. Other work on the machine makes all rounds longer, so seconds count next to
 a plain round's of the same warm-up, and each process times its candidates itself. Texts differ, so
 a process tries what earlier ones found slow at the cost of a first call. And what is left out of a
 process by earlier figures alone counts half as much in the next one, until it is tried again.
@@ -159,7 +159,7 @@ class KnownSpeeds:
                 most = MOST_OWN if tree in seen else KNOWN
                 after = (own or TreeTiming(drafter.label, tree, 1.0, 1.0)).corrected(total, most)
                 if own is not None and len(known) > 1:
-                    # Beside other trees' seconds those of another hour would mislead.
+                    # Next to other trees' seconds those of another hour would mislead.
                     after = replace(after, seconds=own.seconds)
                 known[tree], seen = after, seen | {tree}
             if tree in known and tree in timed:
@@ -324,7 +324,7 @@ def begun_with(drafters: Sequence[Drafter], known: Sequence[TreeTiming], usual: 
 def _clearly_worse(known: Sequence[TreeTiming]) -> frozenset[TreeConfig]:
     """Trees that earlier processes found slow; never all, as seconds of another hour may mislead.
 
-    The fastest one is timed in every process beside plain decoding.
+    The fastest one is timed in every process next to plain decoding.
     """
     best = max((one.tokens_per_second for one in known), default=0.0)
     trees = [one for one in known if one.tree.num_levels]

@@ -24,7 +24,7 @@ from longspec_jax.ops.slicing import chunk_length, cut, put, whole_chunks
 class Experts(nn.Module):
     """``sum_i share_i down_i(silu(gate_i) * up_i)`` over the experts that a token's router chose.
 
-    And the shared expert, if there is one. Beside an MLP they read the residual stream, through
+    And the shared expert, if there is one. Next to an MLP they read the residual stream, through
     norms of their own.
 
     The router's logits and the sum are float32. Where the parameters hold quantised experts they

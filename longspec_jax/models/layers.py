@@ -124,7 +124,7 @@ class Projection(nn.Module):
     """
 
     ordered: ClassVar[bool] = False
-    """Whether rows have the same bits whatever rows are beside them, where a kernel serves."""
+    """Whether rows have the same bits whatever rows are next to them, where a kernel serves."""
     in_axes: Sequence[int]
     """Sizes of the contracted axes, the last of the input."""
     out_axes: Sequence[int]
@@ -173,7 +173,7 @@ class Projection(nn.Module):
 
 
 class OrderedProjection(Projection):
-    """A :class:`Projection` whose rows have the same bits whatever rows are beside them."""
+    """A :class:`Projection` whose rows have the same bits whatever rows are next to them."""
 
     ordered: ClassVar[bool] = True
 
@@ -262,7 +262,7 @@ class GroupedQKV(nn.Module):
     projection: Callable[..., Any] = Projection
     """Class of the projection."""
     own: int = 2
-    """Projections beside the queries': of keys and values, of both together, or none."""
+    """Projections besides the queries': of keys and values, of both together, or none."""
 
     @nn.compact
     def __call__(self, x: Array) -> Array:

@@ -408,7 +408,7 @@ def stored_logits(
 ) -> Array:
     """Logits ``[..., V]`` of hidden states ``[..., D]`` in float32, of a head as it is stored.
 
-    ``ordered`` rows have the same bits whatever rows are beside them, where there is a kernel.
+    ``ordered`` rows have the same bits whatever rows are next to them, where there is a kernel.
     """
     if isinstance(table, QuantisedWeights):
         return quantised_matmul(hidden, table, ordered=ordered, dtype=jnp.float32)

@@ -1,6 +1,6 @@
 """Arithmetic on arrays: attention, matmuls, small ops of a layer; knows no models and no caches.
 
-An op begins in the file that defines it; its kernels have files beside that, and are listed after
+An op begins in the file that defines it; its kernels have files next to that, and are listed after
 the definition (:mod:`longspec_jax.ops.dispatch`):
 
 - attention: ``attention/dispatch``, by name ``reference``, ``attention_xla`` and ``kernels``;

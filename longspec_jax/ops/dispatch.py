@@ -5,7 +5,7 @@ has the gradient. :func:`op` makes an :class:`Op` of it. Other implementations t
 operands and are tried before it. Each raises ``NotImplementedError`` with a sentence where it
 cannot run: on this machine, with this version of jax, for this shape.
 
-To add a kernel, write it in a file of its own beside the op (``..._mosaic.py``), and after the
+To add a kernel, write it in a file of its own next to the op (``..._mosaic.py``), and after the
 op's definition a function that refuses what the kernel cannot do and then imports and calls it::
 
     @residual_norm.kernel("pallas")

@@ -2,7 +2,7 @@
 
 They compute what those of :mod:`longspec_jax.ops.layer_pallas` do, in the same way: a program for
 every row of the norm, for 16 heads of a token, for a row of a cache. A row's sums have one order,
-whatever is beside it.
+whatever stands next to it.
 """
 
 import functools

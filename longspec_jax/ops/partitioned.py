@@ -147,7 +147,7 @@ def width_shares(width: int) -> int:
 
 
 def table_shares(vocabulary: int) -> int:
-    """How many groups of devices of the mesh in use share the rows of a table; 1 beside ``fsdp``.
+    """How many groups of devices of the mesh in use share the rows of a table; 1 with ``fsdp``.
 
     Under ``fsdp`` the width of a table is cut, too, and a device has no whole row.
     """

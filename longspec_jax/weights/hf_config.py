@@ -87,7 +87,7 @@ def target_config(raw: JsonObject, dtype: str | None = None) -> TargetConfig:
     windows = window_kinds(whole, family, known)
     own = family.read(raw, known | windows)
     if windows and _windows(own, windows) != _windows(windows):
-        raise raw.error("sliding_window", "is not supported beside layers without positions")
+        raise raw.error("sliding_window", "is not supported next to layers without positions")
     return raw.build(TargetConfig, {**known, **family.fixed, **windows, **own}, LAYER)
 
 
@@ -108,7 +108,7 @@ def text_part(raw: JsonObject) -> JsonObject:
 
 
 def wrapped(raw: JsonObject) -> tuple[str, ...]:
-    """Patterns of the tensors beside those of the target; empty for a target alone."""
+    """Patterns of the tensors besides those of the target; empty for a target alone."""
     names = raw.texts("architectures")
     return WRAPPERS.get(names[0], ()) if names else ()
 

@@ -207,7 +207,7 @@ def read_json(path: Path) -> JsonObject:
     """
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path.parent} has no {path.name}; a model folder holds it beside the weights: "
+            f"{path.parent} has no {path.name}; a model folder holds it next to the weights: "
             f"{what_to_do(path.parent)}"
         )
     try:

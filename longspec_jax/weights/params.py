@@ -2,7 +2,7 @@
 
 **Loading**: every device's shard is assembled from the slices of the stored tensors that fall into
 it, in pieces of about a megabyte: a piece is read, checked, cast and transposed while it is in the
-processor's cache. Beside the arrays themselves the host holds a few shards at a time, never a
+processor's cache. Besides the arrays themselves the host holds a few shards at a time, never a
 second model.
 
 **Saving** writes ``model.safetensors`` and ``config.json`` in Hugging Face's names and layouts. The

@@ -42,7 +42,7 @@ _ORIGINAL = "original_max_position_embeddings"
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 """The types of layers; the first two are the keys of their parts of ``rope_parameters``."""
 OF_ALL_TYPES = "rope_theta", "partial_rotary_factor"
-"""Keys that stand in the entry of the scaling or beside it."""
+"""Keys that stand in the entry of the scaling or next to it."""
 SCALINGS: Mapping[str, tuple[type[Any], Keys]] = {
     "linear": (LinearRopeScaling, {"factor": "factor"}),
     "llama3": (
@@ -93,7 +93,7 @@ def layer_types(raw: JsonObject, usual: Sequence[str], other: str) -> list[str]:
     Args:
       raw: the file, which may have ``layer_types``.
       usual: of a file that has none.
-      other: what a layer may be beside one of full attention.
+      other: what a layer may be besides one of full attention.
     """
     types = raw.texts("layer_types") or [*usual]
     if len(types) != len(usual) or {*types} - {FULL, other}:
@@ -131,7 +131,7 @@ def rotary_width(raw: JsonObject, head_width: int) -> int | None:
 
 
 def hoisted(raw: JsonObject) -> JsonObject:
-    """The file with the base and the rotated share that its scaling holds, beside the other keys.
+    """The file with the base and the rotated share that its scaling holds, besides the other keys.
 
     Raises:
       ValueError: if it gives one of them twice, and not alike. The readers of such files do not
@@ -257,7 +257,7 @@ def _scaling(kind: str, raw: JsonObject, entry: JsonObject) -> RopeScaling:
 
 
 def _with_original(raw: JsonObject, entry: JsonObject) -> JsonObject:
-    """An entry with the range before scaling, which may stand beside it."""
+    """An entry with the range before scaling, which may stand next to it."""
     if not raw.has(_ORIGINAL):
         return entry
     if entry.has(_ORIGINAL) and entry.values[_ORIGINAL] != raw.values[_ORIGINAL]:

@@ -161,7 +161,7 @@ def _stacked_experts() -> tuple[Rule, ...]:
 
 
 def _experts_beside(names: Names) -> tuple[Rule, ...]:
-    """Rules of an MLP and of stacked experts beside it, gate above up (Gemma 4)."""
+    """Rules of an MLP and of stacked experts next to it, gate above up (Gemma 4)."""
     return (
         *_mlp(names, "Q"),
         _norm("mlp_own_norm", "post_feedforward_layernorm_1"),
@@ -331,7 +331,7 @@ def layer_sizes(config: Any, kind: LayerConfig = _PLAIN) -> Sizes:
       kind: of the layer. Of a recurrence there are ``J`` key heads of width ``X``, ``P`` of the
         ``M`` value heads of width ``Y`` for each of them, ``Z`` the widths of these together, and
         ``I`` taps; ``W`` and ``C`` are what a key head's inputs and rates take together. ``Q`` is
-        the width of a shared expert, or of the MLP beside experts.
+        the width of a shared expert, or of the MLP next to experts.
     """
     own: Sizes = {}
     kv_heads, width = config.num_kv_heads, config.head_width
@@ -437,7 +437,7 @@ def check_layers(config: TargetConfig, tensors: Tensors, origin: str) -> None:
     if config.num_layers > len(tensors):
         layers = {name.split(".")[2] for name in tensors if name.startswith("model.layers.")}
         raise ValueError(
-            f"{origin}: num_hidden_layers={config.num_layers}, but the weights beside it hold "
+            f"{origin}: num_hidden_layers={config.num_layers}, but the weights next to it hold "
             f"{len(tensors)} tensors of {len(layers)} layers; use the file that was saved with them"
         )
 

@@ -23,7 +23,7 @@ BAD = {
     "--context: 2147483648 must": "decode --context=4096 --context=2147483648",
     "--tree: a tree budget counts the root and must be whole": "decode --tree=2,2@0",
     "--tree: @9 is more nodes than the tree 2,2 has: 5": "decode --tree=2,2@9",
-    "--tree: none drafts nothing, and plain decoding is measured beside": "decode --tree=none",
+    "--tree: none drafts nothing, and plain decoding is measured with": "decode --tree=none",
     "--tree: +0.7 chooses among the levels below the first": "decode --tree=4+0.7",
     "--draft_option: sinks=32 is about a working cache": (
         "decode --shape=tiny --draft=small_lm --draft_option=sinks=32"

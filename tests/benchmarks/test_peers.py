@@ -1,4 +1,4 @@
-"""Peers beside ours, without an engine: rows of one schema, arithmetic of texts, refusals."""
+"""Peers next to ours, without an engine: rows of one schema, arithmetic of texts, refusals."""
 
 import argparse
 import json

@@ -60,7 +60,7 @@ class PacedEngine(ScriptedEngine):
 def test_the_command_loads_three_servers_and_writes_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """Of speculation and of plain decoding alike, and of a long prompt beside streams."""
+    """Of speculation and of plain decoding alike, and of a long prompt next to streams."""
     file, asked = tmp_path / "rows.json", []
 
     def planned(spec: Any, *, slots: int, **options: Any) -> PacedEngine:

@@ -148,7 +148,7 @@ GEMMA4 = Family(
 )
 """All that Gemma 4 has in any size.
 
-Heads of two widths, in full layers values that are keys, experts beside MLPs, what every token
+Heads of two widths, in full layers values that are keys, experts next to MLPs, what every token
 gives to each layer, and two last layers that read the keys of the two before them.
 """
 

@@ -86,7 +86,7 @@ def by_hand(row: int, options: Any, count: int) -> list[int]:
 
 @each_row("options", OPTIONS.values())
 def test_adjusted_text_is_that_of_plain_decoding_and_of_transformers(options: Any) -> None:
-    """In rows of unlike lengths, greedy and sampled, and beside other filters."""
+    """In rows of unlike lengths, greedy and sampled, and next to other filters."""
     for temperature, filters in (
         (0.0, {}),
         (1.0, {}),

@@ -140,7 +140,7 @@ def test_the_draft_misses_nothing_while_candidates_switch() -> None:
 
 
 def test_a_plain_round_that_keeps_the_draft_up_to_date_is_no_dearer() -> None:
-    """A token's draft K/V, beside a target of merely two layers."""
+    """A token's draft K/V, next to a target of merely two layers."""
     config = tiny_target_config()
     draft = DraftConfig.for_target(config, window=11)
     table = random_target(config)

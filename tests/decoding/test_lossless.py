@@ -343,7 +343,7 @@ def test_trees_of_any_depth_change_no_token(name: str) -> None:
 def assert_rows_are_their_own(
     subject: lossless.Prompted, drafter: Drafter, draft: Any, *, sources: bool = False
 ) -> list[np.ndarray]:
-    """Text and acceptance of a row alone, in a longer cache and more chunks, are those beside."""
+    """A row alone, in a longer cache and more chunks, has text and acceptance of one of many."""
     rows, state = subject.run(drafter, draft, EVERY[0])
     for b, row in enumerate(rows):
         own = alone(subject, b, capacity=640, chunk=5)

@@ -2,7 +2,7 @@
 
 A CPU multiplies one row otherwise than many, so matmuls are computed row by row here, and attention
 node by node. That this has one order is plain, and it shows whether a round gives the kernels what
-they are meant to see. That the kernels have one is tested beside them (``tests/ops/attention``).
+they are meant to see. That the kernels have one is tested next to them (``tests/ops/attention``).
 """
 
 from collections.abc import Callable
@@ -165,7 +165,7 @@ class Stepper:
 
 
 def compare(name: str, tokens: int, seed: int = 0) -> int:
-    """Compare every bit of a text's logits: of plain steps, and of trees beside another text.
+    """Compare every bit of a text's logits: of plain steps, and of trees next to another text.
 
     Returns how many tokens were compared, some of them in several trees.
     """

@@ -278,7 +278,7 @@ def test_another_context_than_that_of_the_rehearsal_misleads_nobody(
 
 @pytest.mark.parametrize("live", [lambda at: min(17 + at // 4, 32), lambda at: 17 + at // 3 % 16])
 def test_rows_that_come_and_go_mislead_nobody(live: Callable[[int], int]) -> None:
-    """Candidates are timed beside different numbers of rows: the narrow tree pays beside any."""
+    """Candidates are timed with different numbers of rows: the narrow tree pays with any."""
     random, policy, at = np.random.default_rng(0), FastestWithinBudget.timed(SHORT, shows=SHOWS), 0
     ran = dict.fromkeys(range(3), 0)
     while at < 700:

@@ -43,7 +43,7 @@ def waiting(priority: int, id: int = 0) -> Waiting:
 
 
 def seen(queued: Any = (), prefilling: Any = (), live: Any = (), **more: Any) -> Plan:
-    """What is planned beside waiting, prefilled and live requests of these priorities.
+    """What is planned next to waiting, prefilled and live requests of these priorities.
 
     Args:
       prefilling: also the chunks that are left, 0 where a prefill waits for a slot.
@@ -308,7 +308,7 @@ def test_candidates_by_load_are_none_a_small_tree_and_the_default_one() -> None:
 def simulated(
     seconds: Sequence[Sequence[float]], tokens: Sequence[float], loads: Sequence[int]
 ) -> list[int]:
-    """The candidates that run, one round at a time beside these numbers of live rows.
+    """The candidates that run, one round at a time next to these numbers of live rows.
 
     Args:
       seconds: of a round of every candidate, by load.

@@ -87,7 +87,7 @@ def publish(
     raw: Mapping[str, Any],
     file: str = "model.safetensors",
 ) -> None:
-    """Write a draft's tensors and ``config.json``; those of a model in the folder stay beside."""
+    """Write a draft's tensors and ``config.json``; those of a model in the folder stay."""
     folder.mkdir(exist_ok=True)
     config, weights = folder / "config.json", folder / file
     keys = json.loads(config.read_text()) if config.exists() else {}

@@ -110,7 +110,7 @@ def test_tensors_beside_the_draft_are_unexpected(tmp_path):
     with pytest.raises(ValueError) as error:
         load_draft(tmp_path, TARGET)
     assert "unexpected target_model.norm.weight" in str(error.value)
-    assert "unexpected input_layernorm.weight (beside draft_model.*)" in str(error.value)
+    assert "unexpected input_layernorm.weight (next to draft_model.*)" in str(error.value)
 
 
 def test_a_target_is_not_a_draft(tmp_path):

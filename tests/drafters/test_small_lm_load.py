@@ -42,7 +42,7 @@ def of_transformers(made: Tokenizer) -> Any:
 
 
 def small_model(folder: Path, made: Tokenizer | None = None, **overrides: Any) -> Path:
-    """A random small model, its tokenizer beside it if it has one."""
+    """A random small model, its tokenizer next to it if it has one."""
     config = replace(CONFIG, **overrides)
     save_target(folder, config, random_target(config, seed=7))
     if made is not None:

@@ -253,7 +253,7 @@ def _likely(letters: str) -> np.ndarray:
 
 
 def fuzz(count: int, seed: int = 0, trees: Sequence[TreeConfig] = TREES) -> Counts:
-    """Decode random grammars: two at once, one of them for two rows, beside a row without."""
+    """Decode random grammars: two at once, one of them for two rows, next to a row without."""
     table = random_table(seed, HISTORIES, SIZE) + _likely(LETTERS)
     engine = open_engine(table, table + random_table(seed + 1, HISTORIES, SIZE, 0.7), trees)
     draw, found = random.Random(seed), Counts()

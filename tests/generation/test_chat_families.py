@@ -129,7 +129,7 @@ def test_a_system_message_that_a_family_lacks_is_explained() -> None:
 def test_stop_tokens_beside_a_target_that_is_inside(
     target: dict, generation: dict | None, expected: tuple[int, ...], tmp_path: Path
 ) -> None:
-    """A model that also sees names them beside its ``text_config``."""
+    """A model that also sees names them next to its ``text_config``."""
     raw = {"vocab_size": 200, "eos_token_id": None}
     outer = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": raw, **target}
     (tmp_path / "config.json").write_text(json.dumps(outer))

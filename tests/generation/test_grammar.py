@@ -57,7 +57,7 @@ def test_what_may_follow_a_text(vocabulary) -> None:
 
 
 def test_every_node_of_a_tree_has_the_tokens_behind_its_own_path(vocabulary) -> None:
-    """Random trees beside a fresh state for every path; wrong tokens and stop tokens among them."""
+    """Random trees, and a fresh state for every path; wrong tokens and stop tokens among them."""
     draw = random.Random(5)
     grammar = compile_grammar(vocabulary, regex="(a(b|cd)*€?|gh é)+")
     state, emitted, seen = grammar.state(), [], 0

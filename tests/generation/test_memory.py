@@ -50,7 +50,7 @@ def test_rings_do_not_grow_with_the_context(refusal) -> None:
 @each_row(("rows", "fewer"), [(1, False), (2, True)])
 def test_no_context_of_0_tokens_is_advised(refusal, rows: int, fewer: bool) -> None:
     words = refusal(MemoryPlan(rows, 4096, 0, 0, GB, GB, 6 * GB), GB)
-    assert "No context fits beside the draft state and the working memory" in words
+    assert "No context fits next to the draft state and the working memory" in words
     assert "pass a smaller prefill_chunk or tree" in words and "0 tokens" not in words
     assert "shorten" not in words and ("use fewer rows" in words) is fewer
 

@@ -68,7 +68,7 @@ def check(found: tuple[TokenLogprob | None, ...], tokens: Any, expected: Any, co
 def test_logprobs_are_those_of_hugging_face(
     engine: RequestEngine, oracle: Any, grammar: Grammar
 ) -> None:
-    """The target's own, whatever is drawn from them; also beside a request that asks for none."""
+    """The target's own, whatever is drawn from them; also next to a request that asks for none."""
     options = [
         {"logprobs": 5, "prompt_logprobs": 3},
         {"logprobs": 2, "temperature": 1.0, "top_k": 7, "seed": 3, "presence_penalty": 1.0},

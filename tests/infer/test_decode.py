@@ -109,7 +109,7 @@ def test_text_ends_before_a_stop_string(folders, tmp_path, capsys) -> None:
 
 
 def test_options_of_a_draft(folders, tmp_path, capsys) -> None:
-    """A vocabulary needs its table beside the draft's weights; the text is the same with both."""
+    """A vocabulary needs its table next to the draft's weights; the text is the same with both."""
     copies = [shutil.copytree(f.split("=")[1], tmp_path / f.split("/")[-1]) for f in folders[:2]]
     named = [f"--target={copies[0]}", f"--draft={copies[1]}", *folders[2:]]
     few = (f"--prompt={PROMPT}", "--draft_option=vocabulary=6", "--draft_option=int8")

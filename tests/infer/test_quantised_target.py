@@ -15,7 +15,7 @@ pytestmark = pytest.mark.full
 
 
 def test_a_draft_for_a_quantised_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trained beside its frozen weights on two devices; it changes no token, and is served."""
+    """Trained next to its frozen weights on two devices; it changes no token, and is served."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     whole, target = (
         save_tiny_target(tmp_path / "whole", model_width=64, mlp_width=96),

@@ -6,7 +6,7 @@ Run from the root of the checkout::
     python -m tests.mutations window merged   # those whose names contain a word
 
 Every mutation of ``mutations.toml`` is made in a temporary copy of the checkout. The tests that are
-named beside it must fail there, and those that failed must pass in a copy that is not broken. The
+named next to it must fail there, and those that failed must pass in a copy that is not broken. The
 exit status is 0 only if every mutation was caught.
 """
 

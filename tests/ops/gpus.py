@@ -273,7 +273,7 @@ def _assemble(program: Any, capability: Capability) -> None:
     """Compile a lowered program, unless the same compiler has done so before.
 
     jax does not read what it keeps for GPUs that are not there. So that a program compiled is noted
-    beside those that it keeps.
+    besides those that it keeps.
     """
     plugin = version("jax-cuda13-plugin")
     facts = program.as_text(), _target(capability), jax.lib.__version__, plugin

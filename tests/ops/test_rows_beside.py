@@ -1,4 +1,4 @@
-"""Which kernels give a row the same bits beside any number of rows: ``docs/design/kernels.md``.
+"""Which kernels give a row the same bits alongside any number of rows: ``docs/design/kernels.md``.
 
 With the same tile. What runs interpreted here shows that the order of summation is the row's own;
 that the compiled kernel keeps it is seen on a GPU.

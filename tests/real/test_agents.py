@@ -63,7 +63,7 @@ def calls_of(choice: Any) -> list[tuple[str, Any]]:
 def check_draws(client: OpenAI, requests: int, most: int) -> int:
     """Draw required and named calls at temperature 1: whole, streamed and plainly they are one.
 
-    Rows with and without speculation run beside each other.
+    Rows with and without speculation run next to each other.
 
     Args:
       client: of a server.

@@ -74,7 +74,7 @@ def text_of(port: int, seed: int) -> str | int:
 
 
 def alone(port: int, seed: int) -> str:
-    """The text of a small request that runs beside no other."""
+    """The text of a small request that runs next to no other."""
     for _ in range(20):
         if isinstance(found := text_of(port, seed), str):
             return found

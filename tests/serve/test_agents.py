@@ -59,7 +59,7 @@ def asked(seed: int, **fields: Any) -> dict[str, Any]:
 
 
 def together(answer: Callable[[int], Any], seeds: int) -> Iterator[Any]:
-    """Answers of several seeds, in slots beside each other: rounds are what costs time here."""
+    """Answers of several seeds, in slots next to each other: rounds are what costs time here."""
     with ThreadPoolExecutor(seeds) as pool:
         yield from pool.map(answer, range(seeds))
 

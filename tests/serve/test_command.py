@@ -156,7 +156,7 @@ def test_a_server_that_does_not_fit_says_which_option_to_lower(
 ) -> None:
     engine = planned("--max_num_seqs=3", "--max_model_len=64", "--tree=2,2")
     assert engine.runner.slots == 3 and engine.runner.drafter.tree.widths == (2, 2)
-    # With less memory, fewer prompts are read beside as many slots.
+    # With less memory, fewer prompts are read next to as many slots.
     two = planned_with(engine.memory.needed_bytes - 1, monkeypatch)
     one = planned_with(two.memory.needed_bytes - 1, monkeypatch)
     assert engine.runner.slots == two.runner.slots == one.runner.slots == 3

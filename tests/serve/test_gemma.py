@@ -171,7 +171,7 @@ def test_a_grammar_holds_the_whole_answer(
         ({"a": {"type": [None]}}, "None is no type of JSON"),
         ({"a": {"properties": {"b": {}}, "required": 5}}, "required=5 is nothing"),
         ({"a": {"properties": {"b": {}}, "required": [{}]}}, "{} is required and none"),
-        ({"a": {"anyOf": [{}], "type": "string"}}, "anyOf beside type is not written"),
+        ({"a": {"anyOf": [{}], "type": "string"}}, "anyOf next to type is not written"),
     ],
 )
 def test_what_is_not_written_is_refused_by_name(schema: dict[str, Any], words: str) -> None:

@@ -68,7 +68,7 @@ def secret() -> list[int]:
 
 
 def test_what_one_client_is_told_does_not_depend_on_the_others_text(secret: list[int]) -> None:
-    """Text, tokens, draft tokens, acceptance and cached tokens are the same beside any text."""
+    """Text, tokens, draft tokens, acceptance and cached tokens are the same alongside any text."""
     with_it, without = (told_beside(suffix_spec(), [text] * 3) for text in (secret, [13, 14] * 18))
     assert with_it == without
     assert with_it["usage"]["prompt_tokens_details"]["cached_tokens"] == 0

@@ -197,7 +197,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "somebody's file": (dict(out="mine.jsonl"), "was not written by this command"),
     "a device": (dict(out="/dev/full"), "/dev/full is a device and no file"),
     "no folder": (dict(out="absent/out.jsonl"), "its folder does not exist"),
-    "no room": (dict(max_new_tokens=96), "--max_row_tokens=96 has no room for prompts beside"),
+    "no room": (dict(max_new_tokens=96), "--max_row_tokens=96 has no room for prompts next to"),
     "too long": (dict(max_row_tokens=97), "--max_row_tokens=97 is more than the target was made"),
     "text": (dict(prefix_tokens=0), "line 4 of"),
     "no file": (dict(files="absent.jsonl"), "no file matches 'absent.jsonl'"),

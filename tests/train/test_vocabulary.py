@@ -1,4 +1,4 @@
-"""From a corpus to a table beside the draft, through the command."""
+"""From a corpus to a table next to the draft, through the command."""
 
 import json
 import shlex
@@ -67,7 +67,7 @@ def test_a_size_keeps_the_beginning(folder: Path, capsys) -> None:
 
 
 BAD = {
-    "draft": (dict(draft="absent"), "absent is not a folder; the table is saved beside"),
+    "draft": (dict(draft="absent"), "absent is not a folder; the table is saved next to"),
     "no draft": (dict(draft="{folder}/empty"), "empty holds no draft for this target: "),
     "a target": (dict(draft="{folder}/target"), "it is a whole language model"),
     "target": (dict(target="absent"), "absent is not a folder"),

@@ -48,7 +48,7 @@ class SyntheticRows:
 
 
 def save_tiny_target(folder: Path, **shape: Any) -> Path:
-    """A one-layer target in Hugging Face format, its tokenizer beside it."""
+    """A one-layer target in Hugging Face format, its tokenizer next to it."""
     tokenizer = train_tokenizer([" ".join(WORDS)] * 9, 300)
     sizes: dict[str, Any] = dict(
         vocab_size=304, model_width=32, mlp_width=40, num_layers=1, num_heads=4, head_width=8,
@@ -154,7 +154,7 @@ def assert_same_run(one: Path, other: Path) -> list[float]:
 def assert_learns_of_stored_features(
     online: Path, run: list[str], folder: Path, patch: pytest.MonkeyPatch
 ) -> None:
-    """A run learns the same bits of what is stored as it did beside the target's forward."""
+    """A run learns the same bits of what is stored as it did next to the target's forward."""
     stored = [*run, f"--config.features.folder={folder / 'features'}"]
     workdir = f"--workdir={folder / 'stored'}"
     with patch.context() as here:

@@ -53,7 +53,7 @@ def pair(module: str, shape: tuple[int, ...], rank: int = RANK, seed: int = 0) -
 
 
 class Case:
-    """A target in a folder, and an adapter beside it."""
+    """A target in a folder, and an adapter next to it."""
 
     def __init__(self, folder: Path, config: Any = CONFIG) -> None:
         self.target, self.adapter, self.merged = (folder / one for one in ("t", "a", "m"))

@@ -133,7 +133,7 @@ RELEASED = {
         torch_dtype="bfloat16",
     ),
     "qwen3-8b": QWEN_3 | dict(hidden_size=4096, intermediate_size=12288),
-    # The heads together are wider than the model: 32 of 128 beside 2560.
+    # The heads together are wider than the model: 32 of 128 next to 2560.
     "qwen3-4b": QWEN_3 | dict(hidden_size=2560, intermediate_size=9728, tie_word_embeddings=True),
 }
 
@@ -189,7 +189,7 @@ def test_round_trip_of_presets(name):
 
 
 def test_a_target_inside_a_model_that_also_sees():
-    """What Mistral 3 holds as ``text_config`` is the target; the rest stands beside it."""
+    """What Mistral 3 holds as ``text_config`` is the target; the rest stands next to it."""
     inner = hf_config.hf_config(SHAPES["ministral3-8b"])
     del inner["architectures"], inner["torch_dtype"]
     raw = dict(
@@ -317,7 +317,7 @@ def test_what_says_nothing_of_the_rotation_is_read():
 
 
 def test_bases_of_layers_with_windows_are_given_once():
-    """Beside both types of layers, and beside what is read of each, nothing is passed over."""
+    """Beside both types of layers, and next to what is read of each, nothing is passed over."""
     full, near = (
         dict(rope_type="default", rope_theta=5e5),
         dict(rope_type="default", rope_theta=2e4),
@@ -512,7 +512,7 @@ def test_draft_round_trip(name):
 
 
 def test_a_released_draft_config_is_its_targets():
-    """The release saves the target's configuration beside the draft."""
+    """The release saves the target's configuration next to the draft."""
     raw = RELEASED["longchat-13b-16k"]
     target = target_config(raw)
     draft = draft_config(raw, target)

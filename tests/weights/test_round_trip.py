@@ -41,7 +41,7 @@ def test_several_files_through_eight_devices(tmp_path):
 
 @each_row("shards", [1, 3])
 def test_pickled_target(tmp_path, shards):
-    """Vicuna and LongChat are stored like this, rotary frequencies beside the weights."""
+    """Vicuna and LongChat are stored like this, rotary frequencies next to the weights."""
     model, _, expected = load("llama-linear", tmp_path / "safetensors")
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(3)

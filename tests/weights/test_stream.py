@@ -137,7 +137,7 @@ def test_a_sharded_load_reads_every_byte_once(tmp_path, counted):
 
 
 def test_host_memory_holds_no_second_model(tmp_path):
-    """Beside the arrays themselves, only the parameters being assembled."""
+    """Besides the arrays themselves, only the parameters being assembled."""
     config = tiny_target_config(
         vocab_size=512, model_width=256, mlp_width=512, head_width=64, num_layers=8
     )

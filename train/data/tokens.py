@@ -1,6 +1,6 @@
 """Documents as tokens: the tokenizer, token files, and documents that are encoded once.
 
-Turns stand one after another in one file of tokens; beside it stand where they end and who speaks.
+Turns stand one after another in one file of tokens; next to it stand where they end and who speaks.
 Which of them are learned is not kept: the options mask the same tokens in different ways.
 A fast tokenizer encodes on all cores.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     class ModelTokenizer(Tokenizer, Protocol):
-        """What training asks of a tokenizer, beside what decoding does."""
+        """What training asks of a tokenizer, besides what decoding does."""
 
         bos_token_id: int | None
         eos_token_id: int | None
@@ -93,7 +93,7 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> ModelToke
     if tokenizer is None:
         raise ValueError(
             f"{source} comes without a tokenizer; put tokenizer.json and tokenizer_config.json "
-            "beside the model"
+            "next to the model"
         )
     return tokenizer
 

@@ -56,7 +56,7 @@ def block_attention(
 
 
 class _Near(NamedTuple):
-    """What queries see beside the keys that plain causal attention shows them."""
+    """What queries see besides the keys that plain causal attention shows them."""
 
     out: Float[Array, "B M E N H"]
     """Attention to nothing else; 0 where nothing is near."""

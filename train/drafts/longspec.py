@@ -180,7 +180,7 @@ class LongSpecObjective:
     def measure(self, params: PyTree, frozen: PyTree, batch: Batch) -> dict[str, float]:
         """Simulated acceptance, for every number of tokens after the target's keys.
 
-        Beside it the target's own cross-entropy, which says whether it fits the data.
+        Besides it the target's own cross-entropy, which says whether it fits the data.
         """
         *found, target_loss = _measured(self, params, frozen, batch)
         report = agreement_report(*found)

@@ -1,4 +1,4 @@
-"""Fused causal attention in which every query has keys of its own beside those of the row."""
+"""Fused causal attention in which every query has keys of its own besides those of the row."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What a small language model learns beside a frozen target, and how it is begun and saved.
+"""What a small language model learns next to a frozen target, and how it is begun and saved.
 
 It learns the text, the target's own distribution (Hinton et al. 2015), or both. It shares nothing
 with the target but the numbers of the tokens: embedding and LM head are one table of its own.

@@ -82,7 +82,7 @@ def dialect_of(raw: JsonObject, tensors: Iterable[str]) -> Dialect:
 
     Args:
       raw: the file.
-      tensors: names of the tensors beside it.
+      tensors: names of the tensors next to it.
 
     Raises:
       ValueError: for a draft of another kind, by its file or by its tensors.
@@ -91,7 +91,7 @@ def dialect_of(raw: JsonObject, tensors: Iterable[str]) -> Dialect:
         for part, kind in _OF_OTHERS.items():
             if part in name:
                 raise ValueError(
-                    f"{raw.origin}: the weights beside it hold {name}, which drafts of {kind} "
+                    f"{raw.origin}: the weights next to it hold {name}, which drafts of {kind} "
                     "have; they compute more than DFlash and DSpark drafts and are not supported "
                     "yet; load another draft"
                 )

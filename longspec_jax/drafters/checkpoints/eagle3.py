@@ -118,7 +118,7 @@ def draft_config(
     Args:
       raw: the parsed file.
       dialect: whose it is.
-      tensors: names of the tensors beside it, which show whether there are biases and head norms.
+      tensors: names of the tensors next to it, which show whether there are biases and head norms.
       target: the target that it will draft for.
       options: of the draft, which may name layers and the rotary base instead of the file.
 

@@ -41,7 +41,7 @@ _QK_NORM = (
 EMBEDDING = (Rule("embedding", "V D", (("embed_tokens.weight", "V D"),)),)
 _HEAD = (Rule("head", "v D", (("lm_head.weight", "v D"),)),)
 BLOCK_HEADS = "markov", "confidence", "selector"
-"""Of drafts that propose a block, beside the layers."""
+"""Of drafts that propose a block, besides the layers."""
 OFFSETS, MEMBERS = "d2t", "t2d"
 """What to add to each of the draft's ids, and which of the target's tokens it knows."""
 DROPPED = {
@@ -110,7 +110,7 @@ class FeatureFiles(Generic[C, P, D]):
     """How the files of a kind of drafts are read and written."""
 
     describe: Callable[[JsonObject, Tensors, TargetConfig, Any], Described[C]]
-    """What a ``config.json`` and the tensors beside it hold, for a target, with options."""
+    """What a ``config.json`` and the tensors next to it hold, for a target, with options."""
     bound: Callable[..., P]
     """The parameters, as :meth:`.TableParams.bound` makes them."""
     bind: Callable[..., D]

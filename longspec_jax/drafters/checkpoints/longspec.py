@@ -205,7 +205,7 @@ def without_prefix(tensors: Tensors) -> Tensors:
         if name.startswith(prefix):
             return name.removeprefix(prefix)
         # No name of the format, so that it is reported and does not replace the draft's own.
-        return f"{name} (beside {prefix}*)"
+        return f"{name} (next to {prefix}*)"
 
     return {stripped(name): tensor for name, tensor in tensors.items()}
 

@@ -1,7 +1,7 @@
 """Parallel LongSpec drafts in and out: ``config.json`` and the tensors of one folder.
 
 Layers have the names of the LongSpec release after ``layers.0.``, and the keys of ``config.json``
-are those of a LongSpec draft, with the block and the Markov head's rank beside them.
+are those of a LongSpec draft, with the block and the Markov head's rank next to them.
 """
 
 from pathlib import Path

@@ -122,7 +122,7 @@ def _described(
     tensors, dialect = without_prefix(tensors), dialect_of(raw)
     if MASK_HIDDEN not in tensors:
         raise ValueError(
-            f"{raw.origin}: the weights beside it have no {MASK_HIDDEN}, which stands in mask "
+            f"{raw.origin}: the weights next to it have no {MASK_HIDDEN}, which stands in mask "
             f"slots for the target's hidden states; {NOT_WHOLE}"
         )
     if dialect is VLLM and not any(name.startswith(MIDLAYER) for name in tensors):

@@ -105,7 +105,7 @@ def check_vocabulary(
             without = "the small model" if ours is None else "the target"
             raise ValueError(
                 f"{sizes}, and {without} comes without a tokenizer that could show that they "
-                f"number their tokens alike; put its tokenizer.json beside it, or {remedy}"
+                f"number their tokens alike; put its tokenizer.json next to it, or {remedy}"
             )
     elif difference := _difference(ours, theirs):
         raise ValueError(f"{sizes}, and their tokenizers differ: {difference}; {remedy}")

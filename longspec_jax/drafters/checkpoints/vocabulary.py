@@ -1,6 +1,6 @@
 """The table of a reduced draft vocabulary (:mod:`longspec_jax.drafters.vocabulary`), in and out.
 
-It is a file of its own beside the draft's weights, so any draft can get one later. Tokens are
+It is a file of its own next to the draft's weights, so any draft can get one later. Tokens are
 stored by frequency, so that one table serves every smaller vocabulary.
 
 Trainers of drafts over the target's features store the tokens among the weights instead
@@ -28,7 +28,7 @@ HOW = "longspec-vocabulary --help (python -m train.vocabulary --help) says how t
 def save_draft_vocabulary(
     folder: str | Path, tokens: ArrayLike | Sequence[int], vocab_size: int
 ) -> Path:
-    """Save a table beside a draft's weights, replacing the one that may be there.
+    """Save a table next to a draft's weights, replacing the one that may be there.
 
     Args:
       folder: the draft's; made if absent.
@@ -48,7 +48,7 @@ def save_draft_vocabulary(
 def load_draft_vocabulary(
     source: str | Path, vocab_size: int, size: int, *, revision: str | None = None
 ) -> Int[np.ndarray, " v"]:
-    """The first tokens of the table beside a draft.
+    """The first tokens of the table next to a draft.
 
     Args:
       source: the draft's folder or hub id.

@@ -15,7 +15,7 @@ hierarchy around a small model with a working cache.
 A tree of the inner drafter may hang at the end of the chain, for the full verification only: where
 it confirms the whole chain, it goes on into the tree instead of stopping at one more token.
 
-The options here stand beside those of a draft of any kind: ``retrieve=4096`` makes a
+The options here stand next to those of a draft of any kind: ``retrieve=4096`` makes a
 :class:`RetrievalDraft` of it.
 """
 
@@ -70,7 +70,7 @@ class Hierarchy(Drafter):
 
     inner: Drafter
     selector: Selector = SinksAndRecent()
-    """Chooses which committed tokens the partial verification sees beside the chain so far; once a
+    """Chooses which committed tokens the partial verification sees besides the chain so far; once a
     proposal, that is after every full verification."""
     tree: TreeConfig = TreeConfig((1,) * 16)
     """The chain that a full verification is handed, ``chain:16``, or one with a tree of the inner

@@ -24,7 +24,7 @@ from longspec_jax.ops.partitioned import row_shares
 from longspec_jax.ops.slicing import cut, whole_chunks
 
 BLOCK = 1024
-"""Cache slots per step: large enough for efficient matmuls, small beside any long prefix. Also the
+"""Cache slots per step: large enough for efficient matmuls, small next to any long prefix. Also the
 most queries of a step in training."""
 LEAST_BLOCK = 128
 """Queries of a step in training, whatever their scores take."""

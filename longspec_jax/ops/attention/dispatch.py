@@ -31,7 +31,7 @@ from longspec_jax.ops.hardware import (
 
 
 class _Options(TypedDict, total=False):
-    """What kernels take beside their operands; as of the ops."""
+    """What kernels take besides their operands; as of the ops."""
 
     scale: float | None
     cap: float | None
@@ -182,7 +182,7 @@ def _prefix_triton(
     except ImportError as error:
         raise NotImplementedError(
             f"the jax-triton prefix kernel cannot be imported ({error}); install the extra "
-            "triton (Python 3.12 or newer) beside jax with GPU support, or choose another "
+            "triton (Python 3.12 or newer) next to jax with GPU support, or choose another "
             "implementation"
         ) from error
 
@@ -419,7 +419,7 @@ def _check_prefix(q: Queries, prefix: Prefix) -> None:
     if oldest is not None and (oldest.shape != q.shape[:2] or prefix.start is not None):
         raise ValueError(
             f"oldest {oldest.shape} must have one position a query, {q.shape[:2]}, and no start "
-            "beside it"
+            "next to it"
         )
     for name in ("length", "start", "cache_rows"):
         bound = getattr(prefix, name)
@@ -470,7 +470,7 @@ def _check_pair(q: Array, k: Array, v: Array, axes: str, kv_heads: int, rows: in
 def _check_together(prefix: Prefix, keys: TreeRows) -> None:
     """Refuse a prefix and fresh keys of different heads or types, or in different units."""
     if prefix.scales is not None:
-        raise ValueError("fresh keys are in the cache's units; a prefix beside them has no scales")
+        raise ValueError("fresh keys are in the cache's units; a prefix next to them has no scales")
     if prefix.keys.shape[1] != keys.shape[2] or prefix.keys.dtype not in (keys.dtype, CODES):
         raise ValueError(
             f"the prefix has {prefix.keys.shape[1]} key/value heads of {prefix.keys.dtype} and the "

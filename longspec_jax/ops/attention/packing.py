@@ -42,7 +42,7 @@ class PackedShape:
 
 @dataclasses.dataclass(frozen=True)
 class Problem(PackedShape):
-    """What every program of an attention kernel knows, beside its tile.
+    """What every program of an attention kernel knows, besides its tile.
 
     Attributes:
       scale: factor on the scores, in base 2.

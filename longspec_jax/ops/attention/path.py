@@ -2,7 +2,7 @@
 
 The numbers here define the bits of a target's 16-bit text
 (:mod:`longspec_jax.ops.attention.path_kernels`). They depend on the position and on the model's
-heads, never on the tree, the rows beside or the cache's capacity.
+heads, never on the tree, the other rows or the cache's capacity.
 """
 
 import jax

@@ -4,7 +4,7 @@ What is added up in which order is that of :mod:`longspec_jax.ops.attention.path
 at position ``p`` sees slots up to ``p - RECENT`` through the prefix kernel, in splits that ``p``
 alone determines, and the recent tokens by themselves. Here every node's recent keys and values are
 gathered, cached ones and the tree's alike, in the order of their positions. So its matmuls are the
-same wherever they come from, and nothing of the tree beside it takes part.
+same wherever they come from, and nothing of the tree around it takes part.
 
 Splits are merged after the recent tokens, in ascending order. One that a row does not see leaves
 it as it was. Where a product is added to something it is rounded first

@@ -182,7 +182,7 @@ def _narrow(work: Work) -> Work:
 
 
 def _rings_of_codes(memory: dict[str, Any]) -> dict[str, Ring]:
-    """Rings of keys and values, with as many places as fit beside the other memory."""
+    """Rings of keys and values, with as many places as fit next to the other memory."""
     arrays = (memory[name] for name in ("q_smem", "k_smem", "v_smem", "lse_smem", "out_smem"))
     held = sum(math.prod(each.shape) * each.dtype.itemsize for each in arrays)
     widths = [memory[name].shape[2] for name in ("k_smem", "v_smem")]

@@ -13,7 +13,7 @@ shorter one goes on taking its turns and giving back, so that both take as many 
 
 Codes of a cache in 8 bits come into rings of their own
 (:mod:`longspec_jax.ops.attention.widening`). Further warpgroups widen them into the rings of
-16 bits: one for keys and one for values, or one for both beside two that attend to 128 slots. Those
+16 bits: one for keys and one for values, or one for both with two that attend to 128 slots. Those
 do what they do with a whole cache, in the same order.
 """
 

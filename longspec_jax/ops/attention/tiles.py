@@ -136,7 +136,7 @@ def prefix_tile(
 
 def mosaic_widths(*, narrow: bool) -> tuple[int, ...]:
     """Widths of heads that the Hopper kernels take, of a cache in 8 bits or of one in 16."""
-    # Beside blocks of wide heads in 16 bits there is no room for rings of codes.
+    # Next to blocks of wide heads in 16 bits there is no room for rings of codes.
     return (64, 128) if narrow else (64, 128, 256)
 
 
@@ -168,7 +168,7 @@ def mosaic_prefix_tile(
     slots = 64 if packed <= WARPGROUP_ROWS or wide else 128
     row_tiles = RowTiles(packed, warpgroups)
     count = row_tiles.most_splits(kv_heads)
-    if wide:  # As many as fit beside the queries.
+    if wide:  # As many as fit next to the queries.
         stages = 4 - warpgroups
     else:
         # A light item takes two blocks a step: with two stages each would come just as it is

@@ -8,14 +8,14 @@ and for the many rows of a prompt, XLA computes the MLPs in one of three forms:
 - *chosen*: the weights of each row's experts are gathered. A gathered matrix is read, written and
   read again, so this form serves up to ``E / 3`` pairs of a row and an expert: plain decoding.
 - *all*: every expert computes every row, and the chosen results are taken. Up to 64 rows cost the
-  matrix units nothing beside reading the weights, and the rows of a tree choose nearly all experts.
+  matrix units less than reading the weights, and the rows of a tree choose nearly all experts.
 - *grouped*: the pairs are sorted by expert, and every expert computes a block of its rows in each
   of as many passes as the most loaded expert needs. No pair is dropped.
 
 ``jax.lax.ragged_dot`` would be the library's way for the last one. On CPUs and GPUs jax expands it
 to a masked copy of the rows for each expert (jax 0.10 to 0.12), which is E times the work.
 
-A row's result does not depend on the rows beside it: each matmul contracts the row alone, and its
+A row's result does not depend on other rows: each matmul contracts the row alone, and its
 experts are added up in float32 in the order of its own choice. Between XLA's forms it differs by
 the rounding of matmuls of other shapes, as that of a dense MLP does between one row and many. The
 kernel has one order of summation for any number of rows.
@@ -118,7 +118,7 @@ def choose_experts(
       chosen: experts of a row. Of equal logits the expert of the lower number is chosen.
       renormalised: whether a row's weights add up to 1: a softmax over the chosen logits.
         Otherwise they are those of a softmax over all logits.
-      ordered: whether a row's logits must have the same bits beside any others, where there is a
+      ordered: whether a row's logits must have the same bits alongside any others, where there is a
         kernel for it: that of LM heads.
     """
     logits = _ordered_logits(x, router.T) if ordered else head_matmul_xla(x, router.T)
@@ -171,7 +171,7 @@ def expert_mlp_partials(
 ) -> Float[Array, "k B T D"]:
     """The outputs of each chosen expert, in float32. The caller adds them up in their order.
 
-    So a row has the same bits beside any others, where the kernel runs: a compiler that multiplies
+    So a row has the same bits with any others, where the kernel runs: a compiler that multiplies
     and adds in one program may round once or twice. On a mesh the devices gather what all others'
     experts yield, of which all but one say 0.
     """

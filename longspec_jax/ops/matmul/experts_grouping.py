@@ -1,4 +1,4 @@
-"""The MLPs of chosen experts by the Hopper kernel: rows are put beside others of their expert.
+"""The MLPs of chosen experts by the Hopper kernel: rows are put alongside others of their expert.
 
 Every expert has as many row tiles as its rows need, those of the first expert first
 (:mod:`longspec_jax.ops.matmul.experts_tiles`). Small ops of XLA compute where each pair of a row
@@ -89,7 +89,7 @@ def expert_mlps_mosaic(
       experts: as for :func:`expert_tiles`. What absent ones yield is 0, or of any expert.
       weights: of all experts that are here, :class:`longspec_jax.ops.matmul.experts.ExpertWeights`.
       limit: of the gate.
-      ordered: whether a row must have the same bits beside any number of others.
+      ordered: whether a row must have the same bits alongside any number of others.
       interpret: how Pallas interprets the kernel without a GPU; None compiles it.
 
     Raises:

@@ -11,7 +11,7 @@ of gpt-oss-20b reads 4 of 32 experts, 199 MB a layer: 63 us. One of Qwen3-30B-A3
 MB: 24 us. 64 rows read nearly all experts: 505 and 380 us. With 16 rows a tile the rows, which come
 from the second-level cache, are 12 to 25 % of the weights' bytes. 4-bit floats with their scales
 are 0.28 of the bytes: 18 and 142 us for gpt-oss-20b. Widening them is some 2.5 instructions a
-weight, 46 us for all experts at full issue, beside the reading.
+weight, 46 us for all experts at full issue, alongside the reading.
 """
 
 import dataclasses

@@ -6,7 +6,7 @@ expert that no row chose has no tile. How many tiles there are is known on the d
 programs share them out there.
 
 A sum runs over the contraction from its start to its end, whatever the tile: a row has the same
-bits beside any others.
+bits alongside any others.
 """
 
 import dataclasses

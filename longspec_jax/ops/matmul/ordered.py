@@ -1,6 +1,6 @@
 """Matmuls of a target's pass whose order of summation follows from the weights' shape alone.
 
-A row of a result has the same bits alone and beside a thousand others, so that a token's logits do
+A row of a result has the same bits alone and with a thousand others, so that a token's logits do
 not depend on the tree it is verified in. On Hopper GPUs a kernel of our own computes them in 16
 bits, the LM head included. Where it splits a contraction it leaves *split-K partials*, as
 :mod:`longspec_jax.ops.matmul.few_rows` does. Anywhere else these are XLA's matmuls.

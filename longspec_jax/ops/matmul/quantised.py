@@ -52,7 +52,7 @@ def quantised_matmul(
       x: rows.
       weights: as they are stored.
       bias: what is added.
-      ordered: whether rows must have the same bits whatever rows are beside them, where the Hopper
+      ordered: whether rows must have the same bits whatever rows are next to them, where the Hopper
         kernel runs.
       gated: whether to return ``silu`` of the first of two matmuls, ``out = (2, F)``, times the
         second.

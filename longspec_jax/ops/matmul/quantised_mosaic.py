@@ -20,8 +20,8 @@ float32, which rounds less.
 **Expected time** (H200, 4.3 TB/s, 33 T instructions of a thread a second): a layer of Llama-3-8B,
 218 M weights, reads 221 MB in 8 bits, 116 MB in 4 with scales by 128 and 129 MB in Q4_K, 51, 27 and
 30 us. In the machine code a code takes 3.0 instructions in 4 bits with a scale by 128, 5.0 in Q4_K
-and 5.8 in Q6_K: 20, 33 and 38 us at full issue, beside the reading, if all multiprocessors have as
-many codes. 64 rows are 28 Gflop, 28 us at the peak of the matrix units, also beside it. They are
+and 5.8 in Q6_K: 20, 33 and 38 us at full issue, during the reading, if all multiprocessors have as
+many codes. 64 rows are 28 Gflop, 28 us at the peak of the matrix units, also during it. They are
 0.19 GB from the second-level cache, some 25 us. A launch takes 4 us more
 (``docs/archive/kernels.md``).
 """
@@ -126,7 +126,7 @@ def _work(
 
 
 def _given(work: QuantisedWork, weights: PackedMatrix, bias: Array | None) -> dict[str, Array]:
-    """The operands beside the tokens, by the names that :class:`_Quantised` gives them."""
+    """The operands besides the tokens, by the names that :class:`_Quantised` gives them."""
     given = dict(
         words=weights.codes.reshape(-1, work.parts, *lines(work.columns)),
         bias=bias,

@@ -5,7 +5,7 @@ outputs and streams their codes, which become 16-bit numbers on the way to the m
 code is exact in them, and so is its difference from a zero point. Sums are multiplied by scales in
 float32. Of groups of 16 or 32 inputs sums would be many: there codes get their scales and offsets
 in float32 before they are rounded, as the definition says. What XLA leaves to launches of their own
-is done here, a bias, the gate of a SwiGLU: beside weights that take ten microseconds to read, a
+is done here, a bias, the gate of a SwiGLU: next to weights that take ten microseconds to read, a
 launch counts.
 
 Of codes of 4 bits a byte holds two, of neighbouring inputs. Rows are read in pairs as well, and

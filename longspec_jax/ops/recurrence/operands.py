@@ -1,6 +1,6 @@
 """What a recurrent layer keeps of a row, what it makes of fresh tokens, and what they write.
 
-Axes beside those of :mod:`longspec_jax.axes`: key heads ``J``, the value heads ``P`` of each of
+Axes besides those of :mod:`longspec_jax.axes`: key heads ``J``, the value heads ``P`` of each of
 them, the widths ``X`` of a key and ``Y`` of a value, and the width ``W = 2 X + P Y`` of what the
 convolution sees for a key head: its query, its key and its values.
 """

@@ -1,6 +1,6 @@
 """Choosing blocks of a row's cache slots, and reading them: scores, the choice, the gather.
 
-Every block of consecutive slots gets a score. The best blocks of a row are chosen beside its first
+Every block of consecutive slots gets a score. The best blocks of a row are chosen next to its first
 and its last ones, and what lies in them is gathered into a compact cache, whose first ``length``
 slots are committed tokens; the rest may be anything. The budget is static and rows differ in
 length, so a row with fewer blocks than the budget reads each of them once.

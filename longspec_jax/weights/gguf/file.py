@@ -151,7 +151,7 @@ def read_gguf(path: Path) -> GgufFile:
     parts = parts_of(path)
     if missing := [part.name for part in parts if not part.is_file()]:
         raise FileNotFoundError(
-            f"{path} is one of {len(parts)} parts of a model, and beside it "
+            f"{path} is one of {len(parts)} parts of a model, and next to it "
             f"{', '.join(missing[:4])} {'are' if len(missing) > 1 else 'is'} missing; put all "
             "parts into one folder"
         )

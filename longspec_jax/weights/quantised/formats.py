@@ -56,7 +56,7 @@ class Quantisation:
 
 
 def quantisation(raw: JsonObject) -> Quantisation | None:
-    """How the checkpoint beside a ``config.json`` is quantised; None if it is not.
+    """How the checkpoint next to a ``config.json`` is quantised; None if it is not.
 
     Raises:
       ValueError: for a format that is not supported, by name.
@@ -74,7 +74,7 @@ def quantisation(raw: JsonObject) -> Quantisation | None:
 
 
 def _compressed_tensors(part: JsonObject) -> Quantisation:
-    _refuse(part, "quantization_status", "compressed", "weights stored whole beside their scales")
+    _refuse(part, "quantization_status", "compressed", "weights stored whole next to their scales")
     for key, what in (
         ("transform_config", "rotated weights"),
         ("sparsity_config", "sparse weights"),

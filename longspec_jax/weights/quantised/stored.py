@@ -408,7 +408,7 @@ def _chosen_pairs(pairs: np.ndarray, place: np.ndarray) -> np.ndarray:
 
 
 def _zero_points(zeros: np.ndarray, bits: int) -> np.ndarray:
-    """Zero points of unsigned codes, as int8 and beside the codes as they are kept."""
+    """Zero points of unsigned codes, as int8 and next to the codes as they are kept."""
     return (zeros - (128 if bits == 8 else 0)).astype(np.int8)
 
 

@@ -242,7 +242,7 @@ def test_other_drafts_are_recognised_by_their_tensors(
 
 
 def test_a_draft_of_dflash_2_under_another_name(tmp_path: Path) -> None:
-    """As conversions leave it; and with its sizes beside ``dflash_config``, as some files have."""
+    """As conversions leave it; and with its sizes next to ``dflash_config``, as some files have."""
     folder = _saved(tmp_path, "DFlash 2", architectures=["DFlashDraftModel"])
     expected = DRAFTS["DFlash 2"][1]
     assert load(folder, TARGET).config == expected

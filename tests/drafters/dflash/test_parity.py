@@ -1,7 +1,7 @@
 """Drafts of DFlash, DFlash 2 and DSpark equal those of speculators, on files that it wrote.
 
 ``speculators/`` holds checkpoints of speculators 0.9.0 (torch 2.13.0, transformers 5.23.0) with
-random weights, which share its options among them, as its ``save_pretrained`` wrote them. Beside
+random weights, which share its options among them, as its ``save_pretrained`` wrote them. Next to
 each lie the inputs and the logits of its training forward over four blocks of one text, and the
 tables that it takes from the target (``blocks.safetensors``). A Markov head is given the text's own
 tokens there.

@@ -1,7 +1,7 @@
 """EAGLE-3 drafts equal the implementation of speculators, on files that it wrote.
 
 ``speculators/`` holds checkpoints of speculators 0.9.0 (torch 2.13.0, transformers 5.19.0) with
-random weights, which share its options among them, as its ``save_pretrained`` wrote them. Beside
+random weights, which share its options among them, as its ``save_pretrained`` wrote them. Next to
 each lie the inputs and the logits of its training forward over three steps (``steps.safetensors``):
 from every position of a text a chain whose next tokens are given.
 """

@@ -1,7 +1,7 @@
 """P-EAGLE: blocks as published, every dialect, what the window reaches, and what is refused.
 
 ``speculators/`` holds checkpoints of speculators 0.9.0 (torch 2.13.0, transformers 5.24.0) with
-random weights, as its ``save_pretrained`` wrote them. Beside each lie the inputs and the logits of
+random weights, as its ``save_pretrained`` wrote them. Next to each lie the inputs and the logits of
 its training forward, with a block at every position of a text (``steps.safetensors``). That no
 token changes is in :mod:`tests.drafters.test_published`.
 """

@@ -1,4 +1,4 @@
-"""Retrieval as it is asked for: beside a draft's own options, in words that say what is wrong."""
+"""Retrieval as it is asked for: next to a draft's own options, in words that say what is wrong."""
 
 import re
 

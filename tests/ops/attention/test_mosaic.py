@@ -145,7 +145,7 @@ def test_a_node_of_wide_heads_has_the_bits_of_a_plain_step(monkeypatch: pytest.M
 def test_interpreted_path_attention_of_bounded_layers(nodes, scores, monkeypatch) -> None:
     """With trees about a window's first turns and the seam of its ring; of many nodes light items.
 
-    Their last rows are one warpgroup's, beside two that attend.
+    Their last rows are one warpgroup's, alongside two that attend.
     """
     interpret_path(monkeypatch, "bfloat16")
     text = Text.drawn(576, 4, 1, 64)

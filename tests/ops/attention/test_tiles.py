@@ -21,7 +21,7 @@ def test_prefix_tile_is_pure_and_bounded_by_the_capacity() -> None:
                 tile = tiles.prefix_tile(*call)
                 assert tile == tiles.prefix_tile(*call)
                 assert tile.split % tile.slots == 0
-                # Partial results stay small beside the cache they summarise.
+                # Partial results stay small compared with the cache they summarise.
                 assert -(-capacity // tile.split) <= 64
 
 

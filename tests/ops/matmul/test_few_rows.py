@@ -101,7 +101,7 @@ def test_hopper_kernel(rows: int, dtype: str) -> None:
 
 @pytest.mark.skipif(not hardware.mosaic_is_supported(), reason="needs jax 0.11 or newer")
 def test_a_vocabulary_of_any_size_has_logits_of_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No more logits than tokens, and a row's bits are the same beside any others."""
+    """No more logits than tokens, and a row's bits are the same alongside any others."""
     from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
 
     from longspec_jax.ops.matmul import ordered_mosaic

@@ -108,7 +108,7 @@ SMALL = {
 @pytest.mark.skipif(not hardware.mosaic_is_supported(), reason="needs jax 0.11 or newer")
 @pytest.mark.parametrize("name", SMALL)
 def test_interpreted_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Right, and a row's bits are the same beside any others."""
+    """Right, and a row's bits are the same alongside any others."""
     monkeypatch.setattr(ordered_tiles, "MULTIPROCESSORS", 2)
     weights, tile = SMALL[name]
     whole = interpreted(200, weights, tile)

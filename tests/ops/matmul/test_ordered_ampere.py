@@ -46,7 +46,7 @@ def product(rows: int, weights: Weights) -> np.ndarray:
 @pytest.mark.skipif(not hardware.mosaic_is_supported(), reason="needs jax 0.11 or newer")
 @pytest.mark.parametrize("name", SMALL)
 def test_interpreted_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Right, and a row's bits are the same beside any others."""
+    """Right, and a row's bits are the same alongside any others."""
     interpret(monkeypatch)
     weights = SMALL[name]
     whole = product(200, weights)

@@ -144,7 +144,7 @@ def test_nothing_is_reduced_between_devices() -> None:
 def test_interpreted_kernels_keep_a_row_s_bits(
     axes: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Alone on every device, and beside 63 others that are shared out."""
+    """Alone on every device, and next to 63 others that are shared out."""
     interpret_matmuls(monkeypatch)
     mesh = make_mesh(**axes)
     alone, whole = computed(mesh, 1, 1), computed(mesh, 8, 8)

@@ -219,7 +219,7 @@ def test_work_fits_the_machine(shares: int) -> None:
 @pytest.mark.skipif(not hardware.mosaic_is_supported(), reason="needs jax 0.11 or newer")
 @pytest.mark.parametrize("name", [name for name in CASES if name != "int8 groups"])
 def test_interpreted_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Right, and a row's bits are the same beside any others."""
+    """Right, and a row's bits are the same alongside any others."""
     from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
 
     from longspec_jax.ops.matmul import quantised_mosaic

@@ -157,7 +157,7 @@ def test_a_commit_is_that_of_the_op(interpret: bool, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("interpret", COMPILED)
 @each_row("width", [7, 16])
 def test_gated_norms_are_those_of_the_op(width: int, interpret: bool) -> None:
-    """Some numbers stand before the gates; a token's bits do not depend on those beside it."""
+    """Some numbers stand before the gates; a token's bits do not depend on those next to it."""
     read, scale = normal(0, ROWS, 5, 3, 2, width), normal(1, width)
     gates = normal(2, ROWS, 5, 3, 4 + 2 * width, dtype="bfloat16")
     norm = jax.jit(partial(kernels.gated_norm, eps=1e-6, interpret=interpret))

@@ -138,7 +138,7 @@ def test_no_path_is_likelier_than_its_beginning(op: Op) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_flat_scores(op: Op) -> None:
-    """The largest sums of exponentials there are, beside the smallest."""
+    """The largest sums of exponentials there are, next to the smallest."""
     scores, totals = drawn(6, 1, 3, 32000)
     scores[0, 0], scores[0, 1] = 7.0, np.round(scores[0, 1]) / 8
     scores[0, 2, 77] = 300.0

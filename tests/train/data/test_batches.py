@@ -210,7 +210,7 @@ def test_the_plan_is_that_of_its_seed_and_mixes_lengths() -> None:
 
 def test_what_fills_no_step_goes_to_the_next_bucket() -> None:
     plan = Plan.of(np.asarray([1] * 9 + [8] * 1), (2, 4, 8), batch=2, seed=0)
-    assert plan.per_epoch == 2  # Eight short rows, and the ninth beside the long one.
+    assert plan.per_epoch == 2  # Eight short rows, and the ninth next to the long one.
     steps = {plan(step).length: sorted(plan(step).rows.tolist()) for step in range(2)}
     assert set(steps) == {2, 8} and len(steps[2]) == 8 and 9 in steps[8]
     few = Plan.of(np.asarray([1] * 5), (2, 4, 8), batch=2, seed=0)

@@ -71,7 +71,7 @@ def file(tmp_path):
         (dict(keys={"rope.scaling.type": "dynamic", "rope.scaling.factor": 2.0}), "only none, lin"),
         (dict(keys={"attention.value_length": 8}), "value_length=8 is not supported, only 16"),
         (dict(keys={"block_count": "one"}), "num_hidden_layers='one' must be a whole number"),
-        (dict(keys={"block_count": 500}), "num_hidden_layers=500, but the weights beside it hold"),
+        (dict(keys={"block_count": 500}), "num_hidden_layers=500, but the weights next to it hold"),
         (dict(keys={"attention.head_count": [2, 4]}), "all layers are alike"),
         (dict(keys={"vocab_size": 8}), "vocab_size=8 must be 7, the rows of token_embd"),
         (
