@@ -139,7 +139,7 @@ def at_once(
         return [one for own in pool.map(take_turns, range(concurrency)) for one in own]
 
 
-def beside(
+def with_long_prompt(
     port: int, prompts: Sequence[Tokens], most_tokens: int, long_prompt: Tokens
 ) -> tuple[list[Stream], Stream]:
     """A long prompt that is sent while others stream; they end after its first tokens.

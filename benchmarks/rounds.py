@@ -259,7 +259,7 @@ class Bench:
     @property
     def shardings(self) -> RowShardings:
         """How the rows lie next to the target's parameters."""
-        return RowShardings.beside(self.model.params.target, self.setting.batch)
+        return RowShardings.for_params(self.model.params.target, self.setting.batch)
 
     @functools.cached_property
     def drafter(self) -> Any:

@@ -345,7 +345,7 @@ def admission(spec: LongSpec, arguments: argparse.Namespace) -> Row:
         [first, long_prompt] = drawn(random, 2, arguments.long_context, spec)
         client(load.ask, first, 2)  # What it pays is not counted.
         most = max_len - len(short[0])
-        streams, admitted = client(load.beside, short, most, long_prompt)
+        streams, admitted = client(load.with_long_prompt, short, most, long_prompt)
     begun, ended = admitted.begun, admitted.arrivals[0]
     gaps = {
         during: [

@@ -38,7 +38,7 @@ def replacing(path: Path) -> Iterator[Path]:
       OSError: if there can be no file.
     """
     path = path.resolve()  # What a link points at is replaced, not the link.
-    unfinished = beside(path)
+    unfinished = temporary(path)
     try:
         yield unfinished
         to_disk(unfinished)
@@ -71,7 +71,7 @@ def to_disk(path: Path) -> None:
         os.close(opened)
 
 
-def beside(path: Path) -> Path:
+def temporary(path: Path) -> Path:
     """Make an empty file in the folder of another, under a name that nobody else has.
 
     Raises:
@@ -108,7 +108,7 @@ def make_folder(folder: Path, option: str) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        beside(folder / "tried").unlink()
+        temporary(folder / "tried").unlink()
     except OSError as error:
         raise ValueError(
             f"{option}={folder} cannot be the folder of a run ({error.strerror}); name another"
@@ -190,7 +190,7 @@ def writable(path: Path, name: str, of_results: bool = True) -> Path:
     if of_results:
         refuse_foreign(path, name)
     try:
-        beside(path).unlink()
+        temporary(path).unlink()
     except OSError as error:
         raise ValueError(
             f"{name} cannot be written ({error.strerror}); name another file"

@@ -161,7 +161,7 @@ def random_draft(config: DraftConfig, seed: int = 1, scale: float = 4.0) -> Any:
 
 def draft_params(layer: Any, target: Any) -> LongSpecParams:
     """A draft layer bound to its target's tables."""
-    return LongSpecParams.beside(target, layer)
+    return LongSpecParams.with_target_tables(target, layer)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -253,7 +253,7 @@ def lowered(call: Callable[..., Any], *operands: Any) -> str:
 def prefill(*prompts: Any, **sizes: Any) -> Rows:
     """The rows after all chunks of some prompts; arguments as of ``prefill_chunks``."""
     *models, tokens, length, request = prompts
-    shardings = RowShardings.beside(models[2].target, len(tokens))
+    shardings = RowShardings.for_params(models[2].target, len(tokens))
     request = request.replace(speculate=np.ones(len(tokens), bool))
     chunks = prefill_chunks(*models, tokens, length, request, shardings=shardings, **sizes)
     while True:

@@ -217,7 +217,7 @@ def test_kinds_of_layers_that_contradict_themselves_are_refused() -> None:
     with pytest.raises(ValueError, match="has attention, and no own keys"):
         LayerConfig(keys_are_values=True, keys_of=0)
     with pytest.raises(ValueError, match="it is the MLP"):
-        ExpertsConfig(4, 2, 8, shared=8, beside=True)
+        ExpertsConfig(4, 2, 8, shared=8, parallel_mlp=True)
 
 
 @each_row(

@@ -156,7 +156,7 @@ class ByMarks:
         if self._call is not None:
             self._read(self._call, text)
         elif self._tail is not None:
-            self._behind(self._tail + text)
+            self._after_call(self._tail + text)
         elif self._by_text and self._speech.part is Part.TEXT:
             self._find_opening(text)
         elif self._head:
@@ -220,7 +220,7 @@ class ByMarks:
         self._speech.say(mark)
         self._text(raw[len(mark) :])
 
-    def _behind(self, text: str) -> None:
+    def _after_call(self, text: str) -> None:
         """Text after a whole call: spaces and its closing mark, or what the model says next."""
         mark, waiting = self._marks.close.text, text.lstrip()
         self._tail = text

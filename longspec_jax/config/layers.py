@@ -186,14 +186,14 @@ class ExpertsConfig(Checked):
     """Largest size of gate and up in gpt-oss's gate; None for SiLU."""
     shared: Annotated[int | None, Whole()] = None
     """MLP width of one more expert, which computes every token times a sigmoid of its input."""
-    beside: bool = False
+    parallel_mlp: bool = False
     """Whether they stand next to the layer's own MLP, with norms of their own and a factor of every
     expert; their router reads the residual stream (Gemma 4)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         Whole(1, self.count).read("experts: chosen", self.chosen)
-        if self.shared is not None and self.beside:
+        if self.shared is not None and self.parallel_mlp:
             raise ValueError("experts next to an MLP have no shared one: it is the MLP")
 
 

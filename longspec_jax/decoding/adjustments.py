@@ -142,7 +142,7 @@ class Adjustments:
         )
         return cls(bias, in_prompt, counts.astype(np.int32), *penalties)  # pyright: ignore[reportArgumentType]
 
-    def behind(self, tokens: Int[Array, "B h"], count: Lengths) -> "Adjustments":
+    def after(self, tokens: Int[Array, "B h"], count: Lengths) -> "Adjustments":
         """The same after the rows emitted the first ``count[b]`` of these tokens."""
         emitted = self.emitted
         for step in range(tokens.shape[1]):

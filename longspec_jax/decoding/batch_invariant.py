@@ -104,8 +104,8 @@ def _require_kernels(target: TargetModel, quantised: bool) -> bool:
             "offload and attention"
         )
     kinds = config.kinds or (LayerConfig(),)
-    beside = any(kind.experts is not None and kind.experts.beside for kind in kinds)
-    if config.layer_inputs is not None or config.value_norm or beside:
+    parallel = any(kind.experts is not None and kind.experts.parallel_mlp for kind in kinds)
+    if config.layer_inputs is not None or config.value_norm or parallel:
         raise NotImplementedError(
             "batch_invariant was not made for a second embedding, norms of values, or experts "
             "next to an MLP; leave it out, or load the target in float32"

@@ -221,12 +221,12 @@ def _propose(
     target: TargetModel, drafter: Drafter, params: Params, rows: Rows, slots: Lengths | None
 ) -> tuple[Rows, Tree, Int[Array, "B 2 T"]]:
     """The trees, and their tokens and parents once more for the host."""
-    some = rows.some(slots)
+    some = rows.gather(slots)
     with use_mesh(target.mesh):
         ready = look_at_cache(target, drafter, params, some)
         noise = sampling_noise(target, drafter, ready)
         tree = propose_tree(target, drafter, params, ready, noise)
-    return rows.behind(slots, some, ready), tree, jnp.stack([tree.tokens, tree.parents], axis=1)
+    return rows.scatter(slots, some, ready), tree, jnp.stack([tree.tokens, tree.parents], axis=1)
 
 
 @program(static_argnames=("target", "drafter"))
@@ -239,7 +239,7 @@ def _run(
     slots: Lengths | None,
 ) -> Verification:
     with use_mesh(target.mesh):
-        return run_tree(target, drafter, params, rows.some(slots), tree)
+        return run_tree(target, drafter, params, rows.gather(slots), tree)
 
 
 @program(static_argnames=("target", "drafter", "contents"), donate_argnames=("rows",))
@@ -255,11 +255,11 @@ def _conclude(
     slots: Lengths | None,
 ) -> tuple[Rows, Int[Array, "1 B n"]]:
     """Draw, accept, commit, and report."""
-    some = rows.some(slots)
+    some = rows.gather(slots)
     with use_mesh(target.mesh):
         noise = sampling_noise(target, drafter, some)
         draws = draw_at_nodes(drafter, tree, masked(verified.logits, bits), noise)
         tree = replace(tree, parents=jnp.where((bits != 0).any(axis=2), tree.parents, -1))
         drawn, kind = (tree, verified, draws), SamplingKind.ANY
         after, emitted = conclude(target, drafter, params, some, *drawn, kind, contents=contents)
-    return rows.behind(slots, some, after), packed(emitted, after)[None]
+    return rows.scatter(slots, some, after), packed(emitted, after)[None]

@@ -190,7 +190,7 @@ def rows_outline(
 
     Arguments as of :func:`prefill_chunks`.
     """
-    shardings = RowShardings.beside(params.target, batch)
+    shardings = RowShardings.for_params(params.target, batch)
 
     def begun(params: Params, request: Request) -> Rows:
         cache, _, draft = _empty(target, drafter, batch, capacity, params)
@@ -219,7 +219,7 @@ def prefill_programs(
 
     Arguments as of :func:`prefill_chunks`, but that ``capacity`` holds whole chunks.
     """
-    shardings = RowShardings.beside(params.target, batch)
+    shardings = RowShardings.for_params(params.target, batch)
     rows = rows_outline(target, drafter, params, request, batch=batch, capacity=capacity)
     tokens = jax.ShapeDtypeStruct((batch, capacity), jnp.int32, sharding=shardings.rows)
     logits = jax.ShapeDtypeStruct((batch, target.vocab_size), jnp.float32, sharding=shardings.rows)
@@ -251,7 +251,7 @@ def slot_programs(
     capacity: int,
 ) -> Iterator[jax.stages.Lowered]:
     """Lower what moves prompts that were prefilled alone into the slots of a batch."""
-    shardings, models = RowShardings.beside(params.target, slots), (target, drafter, params)
+    shardings, models = RowShardings.for_params(params.target, slots), (target, drafter, params)
     batch = rows_outline(*models, request, batch=slots, capacity=capacity)
     row = rows_outline(*models, request.row(0), batch=1, capacity=capacity)
     yield _allocate(target, drafter, slots, capacity, shardings).lower(params)
@@ -316,7 +316,7 @@ def vacant(
     Args:
       adjusted: whether rows may have biases and penalties.
     """
-    shardings = RowShardings.beside(params.target, batch)
+    shardings = RowShardings.for_params(params.target, batch)
     cache, _, draft = _allocate(target, drafter, batch, capacity, shardings)(params)
     none, stops = np.zeros(batch, np.int32), np.full((batch, stop_width), -1, np.int32)
     sampling = Sampling.greedy(batch).of_kind(SamplingKind.ANY)
@@ -418,7 +418,7 @@ def _start(
     given = free if allowed is None else masked(free, allowed)
     first = below.draw(given, jnp.zeros((1, 1), jnp.int32))
     if adjustments is not None:
-        adjustments = adjustments.behind(first, jnp.ones_like(length))
+        adjustments = adjustments.after(first, jnp.ones_like(length))
     first = first[:, 0]
     stopped = (request.stop_tokens == first[:, None]).any(axis=1) | (first == NO_TOKEN)
     remaining = jnp.where(stopped, 0, jnp.maximum(request.max_new_tokens - 1, 0))

@@ -286,7 +286,7 @@ def commit_accepted(
     last = last_along(path.tokens, count)
     adjustments = rows.adjustments
     if adjustments is not None and kind is SamplingKind.ANY:
-        adjustments = adjustments.behind(path.tokens, count)
+        adjustments = adjustments.after(path.tokens, count)
     after = replace(
         rows,
         cache=rows.cache.commit(
@@ -336,9 +336,9 @@ def one_round(
     every row is done nothing is emitted or committed, but the round is computed all the same.
     The last argument is that of :func:`many_rounds`.
     """
-    some = rows.some(slots)
+    some = rows.gather(slots)
     after, emitted = spec_step(target, drafter, params, some, kind, contents=contents)
-    return rows.behind(slots, some, after), packed(emitted, after)[None]
+    return rows.scatter(slots, some, after), packed(emitted, after)[None]
 
 
 @program(static_argnames=("target", "drafter", "kind", "contents"), donate_argnames=("rows",))
@@ -370,7 +370,7 @@ def many_rounds(
       contents: of the report; static.
       slots: the rows that take part, whose order is the report's; all if absent.
     """
-    whole, rows = rows, rows.some(slots)
+    whole, rows = rows, rows.gather(slots)
     before, batch = rows, rows.pending.shape[0]
     columns = packed_columns(drafter.tree, contents)
     empty = jnp.zeros((MOST_ROUNDS, batch, columns), jnp.int32)
@@ -397,4 +397,4 @@ def many_rounds(
 
     begin = jnp.int32(0), rows, empty, watch
     _, rows, report, _ = jax.lax.while_loop(unfinished, advance, begin)
-    return whole.behind(slots, before, rows), report
+    return whole.scatter(slots, before, rows), report

@@ -36,7 +36,7 @@ class RowShardings(NamedTuple):
     """Of all other arrays ``[B, ...]``."""
 
     @classmethod
-    def beside(cls, params: PyTree, batch: int) -> "RowShardings":
+    def for_params(cls, params: PyTree, batch: int) -> "RowShardings":
         """The shardings of a batch that is decoded with these target parameters.
 
         On a mesh, rows are spread over the batch axes where these divide the batch. Key/value
@@ -140,12 +140,12 @@ class Rows:
         """Cache slots that attention reads in each row: none of a row that is done."""
         return jnp.where(self.done, 0, self.length)
 
-    def some(self, slots: Lengths | None) -> "Rows":
+    def gather(self, slots: Lengths | None) -> "Rows":
         """The rows of these slots, their keys and values where they lie; all rows if absent."""
         return self if slots is None else take_rows(self, slots)
 
-    def behind(self, slots: Lengths | None, before: "Rows", after: "Rows") -> "Rows":
-        """All rows, once what :meth:`some` took of them (``before``) has become ``after``."""
+    def scatter(self, slots: Lengths | None, before: "Rows", after: "Rows") -> "Rows":
+        """All rows, once what :meth:`gather` took of them (``before``) has become ``after``."""
         return after if slots is None else put_rows(self, slots, before, after)
 
     def constrained(self, shardings: RowShardings) -> "Rows":

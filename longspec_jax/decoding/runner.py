@@ -115,12 +115,12 @@ class ModelRunner:
     @cached_property
     def shardings(self) -> RowShardings:
         """The shardings of arrays with a row for each slot."""
-        return RowShardings.beside(self.params.target, self.slots)
+        return RowShardings.for_params(self.params.target, self.slots)
 
     @cached_property
     def row_shardings(self) -> RowShardings:
         """The shardings of a row that is prefilled alongside the slots."""
-        return RowShardings.beside(self.params.target, 1)
+        return RowShardings.for_params(self.params.target, 1)
 
     def request(self, given: Request) -> Request:
         """What a row carries of a request from its first token on, and its adjustments.
@@ -187,11 +187,11 @@ class ModelRunner:
             placed = {slots.index(slot): constraint for slot, constraint in constraints.items()}
             models = self.target, drafter, self.params, rows
             contents = self.reported[SamplingKind.ANY]
-            return constrained_round(*models, placed, contents, *self.some(slots))
+            return constrained_round(*models, placed, contents, *self.slot_arguments(slots))
         models = self.target, drafter, kind, self.params, rows
         launch = one_round if self.streams else many_rounds
         args = models if self.streams else (*models, watch or self.limit(choice.rounds))
-        args = *args, self.reported[kind], *self.some(slots)
+        args = *args, self.reported[kind], *self.slot_arguments(slots)
         # Looking a program up takes as long as a small model's round.
         key = choice.candidate, kind, len(slots)
         if (known := self._programs.get(key)) is None:
@@ -213,6 +213,6 @@ class ModelRunner:
             for kind in SamplingKind
         }
 
-    def some(self, slots: Sequence[int]) -> tuple[np.ndarray, ...]:
+    def slot_arguments(self, slots: Sequence[int]) -> tuple[np.ndarray, ...]:
         """The last argument of a launch of these slots; none where they are all."""
         return () if len(slots) == self.slots else (np.asarray(slots, np.int32),)

@@ -108,7 +108,10 @@ def programs(
     # The more nodes, the longer a round takes to compile, as a rule.
     slowest_first = sorted(runner.drafters, key=lambda one: -one.tree.num_nodes)
     for drafter, size in product(slowest_first if rounds else (), reversed(engine.launch_sizes)):
-        round_of, some = (runner.target, drafter, runner.params, rows), runner.some(range(size))
+        round_of, some = (
+            (runner.target, drafter, runner.params, rows),
+            runner.slot_arguments(range(size)),
+        )
         if constrained:
             contents = runner.reported[SamplingKind.ANY]
             yield from constrained_programs(*round_of, contents, *some)

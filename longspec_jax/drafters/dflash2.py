@@ -63,15 +63,15 @@ class BlockConvolution(nn.Module):
         self.fuse = Projection((self.width,), (2 * c.taps * self.width // c.group,), self.dtype)
 
     def __call__(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], Array]:
-        """What the sublayer reads of one block's slots, and the weights of :meth:`behind`."""
+        """What the sublayer reads of one block's slots, and the weights of :meth:`convolve`."""
         c = self.config
         shape = *x.shape[:2], 2, c.taps, self.width // c.group, 1
         dynamic = self.fuse(x).reshape(shape).astype(jnp.float32)
         base = self.base.astype(jnp.float32).reshape(2, c.taps, self.width // c.group, c.group)
         weights = (base + dynamic).reshape(*x.shape[:2], 2, c.taps, self.width)
-        return self.behind(x, weights[:, :, 0]), weights[:, :, 1]
+        return self.convolve(x, weights[:, :, 0]), weights[:, :, 1]
 
-    def behind(
+    def convolve(
         self, x: Float[Array, "B T D"], weights: Float[Array, "B T taps D"]
     ) -> Float[Array, "B T D"]:
         """The sum of a slot and those before it, each times its weight."""
@@ -118,7 +118,7 @@ class ConvolvedLayer(Layer):
     def _convolved(self, conv: BlockConvolution, partials: Array, weights: Array) -> Array:
         """What is added to the residual stream of a sublayer's partials, as partials."""
         total = added(partials).astype(jnp.dtype(self.config.dtype))
-        return conv.behind(total, weights)[None]
+        return conv.convolve(total, weights)[None]
 
 
 def edge_scores(

@@ -527,7 +527,7 @@ class LongSpecDraft(Draft):
           working: what cross-attention reads of the target's cache; all of it if absent.
           mesh: what the parameters are spread over; one device if absent.
         """
-        params = LongSpecParams.beside(target_params, layer)
+        params = LongSpecParams.with_target_tables(target_params, layer)
         if vocabulary is not None:
             tokens = check_vocabulary(vocabulary, params.embedding.shape[0])
             params = params.restricted(jnp.asarray(tokens), own_tokens)

@@ -132,11 +132,11 @@ class ParallelParams(BlockParams):
     """The draft's own parameters and the two tables it shares with the target."""
 
     @classmethod
-    def beside(cls, target_params: PyTree, layer: PyTree) -> "ParallelParams":
+    def with_target_tables(cls, target_params: PyTree, layer: PyTree) -> "ParallelParams":
         """Loaded or trained parameters with the tables of their target."""
         layer = {**layer}
         markov = layer.pop("markov", None)
-        return dataclasses.replace(super().beside(target_params, layer), markov=markov)
+        return dataclasses.replace(super().with_target_tables(target_params, layer), markov=markov)
 
     def keys_values(self, config: ParallelConfig, tokens: Array, positions: Array) -> Rows:
         """As of :meth:`ParallelLayers.keys_values`, of tokens ``[B, T]``."""
@@ -287,7 +287,7 @@ class ParallelDraft(Draft):
           int8: read its weights and a copy of the head in 8 bits.
           mesh: what the parameters are spread over; one device if absent.
         """
-        bound = ParallelParams.beside(target_params, params)
+        bound = ParallelParams.with_target_tables(target_params, params)
         if int8:
             bound = bound.in_int8(mesh)
         return cls(config, bound)

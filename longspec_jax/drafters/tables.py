@@ -250,7 +250,7 @@ class TableParams:
         return scaled(look_up(self.embedding, tokens), self.embedding_factor)
 
     @classmethod
-    def beside(cls: type[P], target_params: PyTree, layer: PyTree) -> P:
+    def with_target_tables(cls: type[P], target_params: PyTree, layer: PyTree) -> P:
         """Parameters of a draft's module with the tables of their target."""
         tables = target_params["embedding"], head_of(target_params)
         own_head = not shares_head(target_params)

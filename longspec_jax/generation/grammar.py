@@ -153,7 +153,7 @@ class GrammarState:
                 raise ValueError(f"token {token} does not satisfy the row's grammar")
             self._next = None
             if self._own.consume_token(token):
-                self._next = _tokens_behind(self._own, self._words)
+                self._next = _tokens_after(self._own, self._words)
             if self._next is None:
                 raise ValueError(
                     f"the grammar cannot be followed any further: {_reason(self._own)}"
@@ -196,7 +196,7 @@ class GrammarState:
                 continue
             if not of_trees.consume_token(token):
                 return False
-            found = _tokens_behind(of_trees, self._words)
+            found = _tokens_after(of_trees, self._words)
             if found is None:
                 return False
             bits[child] = found
@@ -211,13 +211,13 @@ def _first_tokens(matcher: LLMatcher, vocabulary: "Vocabulary") -> np.ndarray:
     Raises:
       ValueError: if the matcher has failed, or does so now.
     """
-    line = _tokens_behind(matcher, vocabulary.words)
+    line = _tokens_after(matcher, vocabulary.words)
     if line is None:
         raise ValueError(f"the grammar cannot be used: {_reason(matcher)}")
     return line
 
 
-def _tokens_behind(matcher: LLMatcher, words: int) -> np.ndarray | None:
+def _tokens_after(matcher: LLMatcher, words: int) -> np.ndarray | None:
     """``[W]`` int32, what may follow; None if the matcher has failed, which it then stays."""
     line = np.zeros(words, np.int32)
     if not matcher.is_error():

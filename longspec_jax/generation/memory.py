@@ -116,7 +116,7 @@ def plan_memory(
     for batch in batches:
         begin = partial(drafters[0].begin, batch=batch, capacity=capacity)
         begun = jax.eval_shape(begin, Params(params, draft))
-        shards, held = RowShardings.beside(params, batch), target.cache_bytes(batch, capacity)
+        shards, held = RowShardings.for_params(params, batch), target.cache_bytes(batch, capacity)
         cache += held.device // shards.cache_shards
         host += held.host
         state += tree_bytes(begun) // shards.row_shards

@@ -77,7 +77,7 @@ def _scores_of_row(
     if request.adjustments is not None:
         of_prompt = prompt[None], np.asarray([len(prompt)]), target.vocab_size
         adjustments = Adjustments.of_prompts(request.adjustments, *of_prompt)
-    shardings = RowShardings.beside(params, 1)
+    shardings = RowShardings.for_params(params, 1)
     cache = _empty(target, capacity, shardings)
     for offset in range(0, length, chunk):
         tokens, at = padded[None, offset : offset + chunk], np.asarray([offset], np.int32)
@@ -147,7 +147,7 @@ def _score(
 
         def step(before: Adjustments, one: tuple[Array, Array, Array]) -> tuple[Adjustments, Array]:
             behind, token, wanted = one
-            emitted = before.behind(token[None, None], wanted[None].astype(jnp.int32))
+            emitted = before.after(token[None, None], wanted[None].astype(jnp.int32))
             return emitted, adjust(behind[None, None], before)[0, 0]
 
         given = logits[0], following[0], index < count

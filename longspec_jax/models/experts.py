@@ -59,7 +59,7 @@ class Experts(nn.Module):
             else parameter(self, name, normal, shape, self.dtype)
             for name, shape in zip(names, shapes, strict=True)
         )
-        if c.beside:
+        if c.parallel_mlp:
             ones = nn.initializers.ones
             self.norm, self.router_norm = (RMSNorm(self.eps, self.dtype) for _ in range(2))
             self.expert_factor = parameter(self, "expert_factor", ones, (c.count,), self.dtype)
@@ -84,7 +84,7 @@ class Experts(nn.Module):
         """Partials of what the chosen experts yield: one, or one for each in one order."""
         router, weights = self.router.weights(), self._weights()
         routed = x
-        if self.config.beside:
+        if self.config.parallel_mlp:
             wide = self.router_norm(x).astype(jnp.float32) * self.width**-0.5
             x, routed = self.norm(x), wide.astype(x.dtype)
         if self.ordered:
@@ -126,4 +126,4 @@ class Experts(nn.Module):
         experts, shares = choose_experts(
             x, *router, chosen=c.chosen, renormalised=c.renormalised, ordered=self.ordered
         )
-        return experts, shares * self.expert_factor[experts] if c.beside else shares
+        return experts, shares * self.expert_factor[experts] if c.parallel_mlp else shares

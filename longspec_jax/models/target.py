@@ -158,11 +158,11 @@ class Layer(nn.Module):
                 gelu=c.gelu,
                 eps=c.norm_eps,
             )
-            if experts.beside:
+            if experts.parallel_mlp:
                 self.experts, self.mlp_own_norm, self.experts_norm = mixture, norm(), norm()
             else:
                 self.mlp = mixture
-        if experts is None or experts.beside:
+        if experts is None or experts.parallel_mlp:
             widths = c.model_width, self.kind.mlp_width or c.mlp_width
             self.mlp = SwiGLU(*widths, dtype, self.projection, self.mlp_chunk, c.gelu)
         if c.layer_inputs is not None:
@@ -200,7 +200,7 @@ class Layer(nn.Module):
         attended = self._leave(self.attention_post_norm if c.post_norms else None, attended)
         x, entering = _enter(self.mlp_norm if c.pre_norms else None, x, attended)
         made = self.mlp(entering)
-        if self.kind.experts is not None and self.kind.experts.beside:
+        if self.kind.experts is not None and self.kind.experts.parallel_mlp:
             own = self._normed(self.mlp_own_norm, made)
             made = own + self._normed(self.experts_norm, self.experts(x))
         delta = self._leave(self.mlp_post_norm if c.post_norms else None, made)

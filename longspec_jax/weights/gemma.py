@@ -118,7 +118,7 @@ def read_gemma4(raw: JsonObject, known: Mapping[str, Any]) -> dict[str, Any]:
     if raw.flag("attention_k_eq_v", False):
         layers = [replace(each, keys_are_values=each.window is None) for each in layers]
     if raw.flag("enable_moe_block", False):
-        experts = raw.made(ExpertsConfig, _EXPERTS, {"beside": True})
+        experts = raw.made(ExpertsConfig, _EXPERTS, {"parallel_mlp": True})
         layers = [replace(each, experts=experts) for each in layers]
     inputs = raw.whole("hidden_size_per_layer_input", 0, 0) or None
     if inputs and raw.whole("vocab_size_per_layer_input", 262144) != known["vocab_size"]:

@@ -160,7 +160,7 @@ def _stacked_experts() -> tuple[Rule, ...]:
     )
 
 
-def _experts_beside(names: Names) -> tuple[Rule, ...]:
+def _parallel_experts(names: Names) -> tuple[Rule, ...]:
     """Rules of an MLP and of stacked experts next to it, gate above up (Gemma 4)."""
     return (
         *_mlp(names, "Q"),
@@ -280,7 +280,7 @@ def layer_rules(
     mlp = _mlp(names)
     if kind.experts is not None:
         mlp = _stacked_experts() if names.stacked_experts else _experts(kind.experts)
-        mlp = _experts_beside(names) if kind.experts.beside else mlp
+        mlp = _parallel_experts(names) if kind.experts.parallel_mlp else mlp
     norms = (*pre * config.pre_norms, *post * config.post_norms)
     if kind.recurrence is not None:
         return *norms, *_recurrence(names), *mlp

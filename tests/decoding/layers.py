@@ -114,7 +114,7 @@ The draft's trees are deeper than the window.
 
 
 FAR = Rotary(1e6, ProportionalRopeScaling(), 4)
-BESIDE = ExpertsConfig(count=8, chosen=2, width=10, beside=True)
+BESIDE = ExpertsConfig(count=8, chosen=2, width=10, parallel_mlp=True)
 GEMMA4 = Family(
     tiny_target_config(
         architecture="Gemma4ForCausalLM",

@@ -178,7 +178,7 @@ def test_logits_stay_finite_at_both_ends_of_what_is_allowed() -> None:
     tokens = np.tile(np.arange(4, dtype=np.int32), (len(options), 1))
     of_rows = Adjustments.of_prompts(given, tokens, np.full(len(options), 4), 4)
     on_device = jax.tree.map(jnp.asarray, of_rows)
-    emitted = on_device.behind(jnp.asarray(tokens), jnp.full(len(options), 4))
+    emitted = on_device.after(jnp.asarray(tokens), jnp.full(len(options), 4))
     largest = float(jnp.finfo(jnp.float16).max)
     logits = jnp.asarray([[[largest, -largest, largest, -largest]]])
     found = adjust(jnp.tile(logits, (len(options), 1, 1)), emitted)

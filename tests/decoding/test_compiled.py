@@ -126,7 +126,9 @@ KINDS: dict[str, tuple[Drafter, Any]] = {
     "peagle": (PEagleDrafter(PEAGLE, TREE), peagle_toys.random_params(PEAGLE)),
     "parallel": (
         ParallelDrafter(PARALLEL, TREE),
-        ParallelParams.beside(random_target(CONFIG), parallel_toys.random_tree(PARALLEL)),
+        ParallelParams.with_target_tables(
+            random_target(CONFIG), parallel_toys.random_tree(PARALLEL)
+        ),
     ),
 }
 ROUNDS: dict[str, tuple[dict[str, Any], int, int]] = {

@@ -183,7 +183,7 @@ def test_a_slot_is_written_whole() -> None:
         chunk=8,
     )
     clean = replace(rows, cache=jax.tree.map(jnp.zeros_like, rows.cache))
-    shardings = RowShardings.beside(TABLE, 2)
+    shardings = RowShardings.for_params(TABLE, 2)
     after = insert(shardings, replace(engine.rows, cache=poisoned), np.int32(1), clean)
     for leaf in jax.tree.leaves(after.cache):
         assert np.isnan(leaf[0]).all() and not np.isnan(leaf[1]).any()

@@ -230,7 +230,7 @@ def test_a_slot_of_a_mesh_is_copied_without_what_lies_behind() -> None:
     mesh = make_mesh(tp=2, data=2)
     params = random_target(tiny_target_config(num_layers=1, vocab_size=18, mlp_width=54))
     params = jax.device_put(params, param_shardings(mesh, params))
-    batch, row = RowShardings.beside(params, 4), RowShardings.beside(params, 1)
+    batch, row = RowShardings.for_params(params, 4), RowShardings.for_params(params, 1)
     assert batch.row_shards == 2
     random = np.random.default_rng(0)
     layers = [random.normal(size=(4, 2, 16, 6)).astype(np.float32) for _ in range(2)]

@@ -158,7 +158,7 @@ def test_a_node_s_logits_have_the_bits_of_plain_decoding(monkeypatch: pytest.Mon
             return target.verify(params, cache, tokens, positions, mask, length, levels)
 
     def verified(cache: KVCache, *operands: Any) -> Verification:
-        where = RowShardings.beside(params, len(cache.keys[0])).cache
+        where = RowShardings.for_params(params, len(cache.keys[0])).cache
         return verify(params, jax.device_put(cache, where), *operands)
 
     cache = KVCache(*((normal(seed, 2, 2, 256, 64, dtype="bfloat16"),) for seed in (0, 1)))

@@ -154,7 +154,7 @@ def test_p_eagle_in_fewer_slots_than_rows_changes_no_token() -> None:
 def test_a_parallel_draft_changes_no_token() -> None:
     """With a window that wraps, and a tree as deep as its block."""
     drafter = replace(test_parallel.DRAFTER, tree=TreeConfig((3, 7, 7, 2), budget=12))
-    decoded(drafter, ParallelParams.beside(MODEL, test_parallel.TREE))
+    decoded(drafter, ParallelParams.with_target_tables(MODEL, test_parallel.TREE))
 
 
 def test_medusa_changes_no_token() -> None:

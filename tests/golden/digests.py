@@ -125,7 +125,7 @@ def _programs(
         yield f"{size}-many-any", partial(many_rounds.trace, *given)
         tokens = jax.ShapeDtypeStruct((batch, CAPACITY), np.int32)
         logits = jax.ShapeDtypeStruct((batch, target.vocab_size), np.float32)
-        shardings = RowShardings.beside(spec.target_params, batch)
+        shardings = RowShardings.for_params(spec.target_params, batch)
         needs = drafter.needs.of_a_pass
         static = target, needs, chunk, shardings, spec.target_params, rows.cache
         yield (

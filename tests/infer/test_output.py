@@ -48,7 +48,7 @@ def test_numbers_are_rescued(tmp_path, monkeypatch, capsys) -> None:
     def full(*args, **options):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(output.files, "beside", full)
+    monkeypatch.setattr(output.files, "temporary", full)
     monkeypatch.setattr(output.tempfile, "tempdir", str(tmp_path))
     assert not write(path, {"a": 1}) and path.read_text() == OLD
     [rescued] = tmp_path.glob("longspec_*.json")

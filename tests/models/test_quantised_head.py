@@ -41,8 +41,8 @@ def test_logits_are_those_of_the_dequantised_head() -> None:
 
 def test_a_draft_takes_a_copy_of_it() -> None:
     params = random_target(CONFIG)
-    assert not LongSpecParams.beside(params, {}).own_head
-    shared = LongSpecParams.beside(quantised(params), {})
+    assert not LongSpecParams.with_target_tables(params, {}).own_head
+    shared = LongSpecParams.with_target_tables(quantised(params), {})
     assert shared.own_head and isinstance(shared.head, jax.Array)
     np.testing.assert_array_equal(shared.head, head_of(quantised(params)))
 

@@ -47,14 +47,14 @@ def causal_beside(
     wider = ((0, 0), (0, 0), (0, 0), (0, PADDED))
     out = causal_attention(
         jnp.concatenate([q, coarse, rest, channels], axis=-1),
-        behind(jnp.pad(keys, wider), extra.at[..., width : width + 2].set(1)),
-        behind(jnp.pad(values, wider), extra.at[..., width].set(1)),
+        shifted(jnp.pad(keys, wider), extra.at[..., width : width + 2].set(1)),
+        shifted(jnp.pad(values, wider), extra.at[..., width].set(1)),
         scale=scale,
     )
     return out[..., :width], out[..., width : width + 1]
 
 
-def behind(rows: Float[Array, "B T ..."], first: Array | int) -> Float[Array, "B T ..."]:
+def shifted(rows: Float[Array, "B T ..."], first: Array | int) -> Float[Array, "B T ..."]:
     """Rows without the last token, after another one."""
     first = jnp.broadcast_to(jnp.asarray(first, rows.dtype), rows[:, :1].shape)
     return jnp.concatenate([first, rows[:, :-1]], axis=1)
@@ -92,6 +92,6 @@ def attention_with_own(
     ).reshape(q.shape)
     score = jax.nn.logsumexp(scores, axis=-1).reshape(batch, length, heads, 1)
     # A query sees the keys before its place and shall see its own: it moves one place.
-    out = causal_beside(behind(q, 0), keys, values, behind(score, 0), scale=factor)
+    out = causal_beside(shifted(q, 0), keys, values, shifted(score, 0), scale=factor)
     out, share = (jnp.pad(each[:, 1:], ((0, 0), (0, 1), (0, 0), (0, 0))) for each in out)
     return out + share * own

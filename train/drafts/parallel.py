@@ -318,7 +318,7 @@ def begin(settings: ParallelSettings, given: Given) -> Begun:
         layer = replace(layer, dtype=given.dtype, window=settings.window)
         draft = replace(draft, layer=layer)
         if first is not None:
-            params = _behind(ParallelObjective(target, draft, settings, 0, 1), first, given)
+            params = _begun_from(ParallelObjective(target, draft, settings, 0, 1), first, given)
     return Begun(ParallelTrainer(target, draft, settings), given.params, params)
 
 
@@ -333,7 +333,7 @@ def _check_shape(settings: ParallelSettings, found: ParallelConfig) -> None:
             )
 
 
-def _behind(objective: ParallelObjective, first: PyTree, given: Given) -> PyTree:
+def _begun_from(objective: ParallelObjective, first: PyTree, given: Given) -> PyTree:
     """Fresh parameters after a LongSpec draft's layer."""
     params = objective.initialize(jax.random.key(given.seed))
     # The LM head reads that layer without a norm: ours begins with the size that the head expects.

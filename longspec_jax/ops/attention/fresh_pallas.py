@@ -70,7 +70,7 @@ def tree_attention(
     return Partial(out.reshape(q.shape), lse.reshape(batch, tokens, heads))
 
 
-def attend_behind(
+def attend_after(
     q: Queries,
     prefix: Prefix,
     fresh: Fresh,

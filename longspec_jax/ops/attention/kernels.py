@@ -99,7 +99,7 @@ def speculative_attention(
         found = prefix_pallas.joined_attention(q, prefix, fresh, tile, problem, dtype)
     else:
         past = prefix.length.astype(jnp.int32), *_partials(q, prefix, tile, problem)
-        found = fresh_pallas.attend_behind(q, prefix, fresh, past, tree_tile, problem, dtype)
+        found = fresh_pallas.attend_after(q, prefix, fresh, past, tree_tile, problem, dtype)
     seen = Partial(found[0].reshape(q.shape), found[1].reshape(q.shape[:3]))
     return with_sinks(seen, sinks).out.astype(q.dtype)
 

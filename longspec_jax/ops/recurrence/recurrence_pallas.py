@@ -213,7 +213,7 @@ def _rule_kernel(
             pltriton.debug_barrier()  # Other threads wrote what is read.
         rows, own_head = (node_keys_ref, updates_ref, node_decay_ref), (batch, head, share)
         count, path = count_ref[batch, node] - 1, lambda step: path_ref[batch, node, step]
-        return _behind(memory, count, path, rows, own_head, (x, y), interpret)
+        return _state_after(memory, count, path, rows, own_head, (x, y), interpret)
 
     def visit(place: Array, carried: tuple) -> tuple:
         memory, last, (q, k, v, log_decay, strength, alike, node, link) = carried
@@ -354,7 +354,7 @@ def _commit_kernel(path_ref: Ref, count_ref: Ref, *refs: Ref, layers: int, inter
         mask = (x < width)[:, None] & (y < value)[None]
         memory = pltriton.load(old_memory_ref.at[*at], mask=mask, other=0.0)
         own_head, accepted = (batch, head, share), lambda step: path_ref[batch, step]
-        memory = _behind(memory, count, accepted, rows, own_head, (x, y), interpret)
+        memory = _state_after(memory, count, accepted, rows, own_head, (x, y), interpret)
         pltriton.store(memory_ref.at[*at], memory, mask=mask)
 
         @pl.when((tile == 0) & (share == 0))
@@ -382,7 +382,7 @@ def _commit_kernel(path_ref: Ref, count_ref: Ref, *refs: Ref, layers: int, inter
         pl.when((layer == index) & (count > 0))(functools.partial(commit, index))
 
 
-def _behind(
+def _state_after(
     memory: Array,
     count: Array,
     token_at: Callable[[Array], Array],

@@ -46,7 +46,7 @@ def _proposed(drafter: ParallelDrafter, params: Any, state: Any) -> Any:
 
 
 def bound(tree: Any = TREE) -> Params:
-    return Params(None, ParallelParams.beside(MODEL, tree))
+    return Params(None, ParallelParams.with_target_tables(MODEL, tree))
 
 
 @pytest.fixture(scope="module")
