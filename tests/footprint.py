@@ -132,7 +132,7 @@ def drop_programs() -> None:
     only those that nobody has pinned.
     """
     pinned = []
-    if programs := sys.modules.get("longspec_jax.decoding.programs"):
+    if programs := sys.modules.get("longspec_jax.decoding.jit_cache"):
         with programs.RECENT.limited(0):
             pinned = programs.RECENT.values()
     gc.collect()

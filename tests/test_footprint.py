@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from longspec_jax.decoding.programs import RECENT, program
+from longspec_jax.decoding.jit_cache import RECENT, program
 from tests.footprint import Footprint, drop_programs
 from tests.kit import each_row
 

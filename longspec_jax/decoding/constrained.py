@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Int, PyTree, UInt
 
 from longspec_jax.axes import Array, Lengths
-from longspec_jax.decoding.programs import program
+from longspec_jax.decoding.jit_cache import program
 from longspec_jax.decoding.report import TOKENS, Contents, packed
 from longspec_jax.decoding.round import (
     conclude,

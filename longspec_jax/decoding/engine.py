@@ -7,7 +7,7 @@ finished. Launches are queued ahead of what was read, so that the device does no
 
 Two kinds of launches run rounds (:mod:`longspec_jax.decoding.round`). A stream takes one round a
 launch, and reads it while the next one runs. A call that nobody follows takes as many rounds as
-fill :data:`~longspec_jax.decoding.launches.LAUNCH_SECONDS`.
+fill :data:`~longspec_jax.decoding.inflight.LAUNCH_SECONDS`.
 """
 
 import math
@@ -30,7 +30,7 @@ from longspec_jax.decoding.constrained import (
     Guarded,
     reason_of,
 )
-from longspec_jax.decoding.launches import Faults, LaunchQueue, most_rounds
+from longspec_jax.decoding.inflight import Faults, LaunchQueue, most_rounds
 from longspec_jax.decoding.logprobs import check_alternatives, first_logprobs
 from longspec_jax.decoding.policy import FastestWithinBudget
 from longspec_jax.decoding.prefixes import PrefixCache

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 
 from longspec_jax.axes import Array
 from longspec_jax.config.sampling import MOST_ALTERNATIVES
-from longspec_jax.decoding.programs import program
+from longspec_jax.decoding.jit_cache import program
 from longspec_jax.ops.slicing import whole_chunks
 
 SLICE = 128

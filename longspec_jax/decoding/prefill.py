@@ -23,9 +23,9 @@ from jaxtyping import Bool, Float, Int, PyTree, UInt
 from longspec_jax.axes import Array, Lengths
 from longspec_jax.decoding.adjustments import Adjustments
 from longspec_jax.decoding.cache import KVCache
-from longspec_jax.decoding.copies import write_chunk
+from longspec_jax.decoding.cache_transfer import write_chunk
+from longspec_jax.decoding.jit_cache import RECENT, program
 from longspec_jax.decoding.logprobs import prompt_logprobs
-from longspec_jax.decoding.programs import RECENT, program
 from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.rows import Request, Rows, RowShardings, insert
 from longspec_jax.decoding.sampling import NO_TOKEN, Sampling, SamplingKind, masked
@@ -43,7 +43,7 @@ class KnownChunks(NamedTuple):
     """Chunks in that cache."""
     moved: Sequence[KVCache] = ()
     """The chunks after these, in the host's memory, as
-    :func:`longspec_jax.decoding.copies.read_chunk` cut them out."""
+    :func:`longspec_jax.decoding.cache_transfer.read_chunk` cut them out."""
 
     @property
     def total(self) -> int:

@@ -27,7 +27,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from longspec_jax.decoding.cache import KVCache
-from longspec_jax.decoding.copies import copy_prefix, read_chunk
+from longspec_jax.decoding.cache_transfer import copy_prefix, read_chunk
 from longspec_jax.decoding.prefill import NONE_KNOWN, ChunkLaunch, KnownChunks, most_reusable
 from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.runner import ModelRunner

@@ -21,8 +21,8 @@ from jaxtyping import Bool, Float, Int
 from longspec_jax.axes import Array, Lengths
 from longspec_jax.config.tree import PLAIN
 from longspec_jax.decoding.chooser import Watch
+from longspec_jax.decoding.jit_cache import program
 from longspec_jax.decoding.logprobs import packed_logprobs
-from longspec_jax.decoding.programs import program
 from longspec_jax.decoding.report import (
     TOKENS,
     Contents,

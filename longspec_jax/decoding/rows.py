@@ -22,7 +22,7 @@ from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config.names import BATCH_AXES
 from longspec_jax.decoding.adjustments import AdjustmentOptions, Adjustments
 from longspec_jax.decoding.cache import KVCache
-from longspec_jax.decoding.programs import program
+from longspec_jax.decoding.jit_cache import program
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.ops.caches import put_rows, take_rows
 

@@ -100,7 +100,7 @@ class ModelRunner:
     _programs: WeakValueDictionary[tuple[int, SamplingKind, int], Any] = field(
         default_factory=WeakValueDictionary, init=False, repr=False
     )
-    """Of rounds, as far as the process keeps them (:mod:`longspec_jax.decoding.programs`)."""
+    """Of rounds, as far as the process keeps them (:mod:`longspec_jax.decoding.jit_cache`)."""
 
     @cached_property
     def drafter(self) -> Drafter:

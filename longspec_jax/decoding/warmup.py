@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from longspec_jax.decoding.cache_transfer import copy_prefix
 from longspec_jax.decoding.chooser import Choice, load_of
 from longspec_jax.decoding.constrained import (
     FREE,
@@ -23,8 +24,8 @@ from longspec_jax.decoding.constrained import (
     Guarded,
     constrained_programs,
 )
-from longspec_jax.decoding.copies import copy_prefix
 from longspec_jax.decoding.engine import Engine
+from longspec_jax.decoding.jit_cache import compile_side_by_side
 from longspec_jax.decoding.policy import FastestWithinBudget
 from longspec_jax.decoding.prefill import (
     KnownChunks,
@@ -33,7 +34,6 @@ from longspec_jax.decoding.prefill import (
     rows_outline,
     slot_programs,
 )
-from longspec_jax.decoding.programs import compile_side_by_side
 from longspec_jax.decoding.report import shown_by
 from longspec_jax.decoding.round import many_rounds, one_round
 from longspec_jax.decoding.rows import Request, stack

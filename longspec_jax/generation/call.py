@@ -16,7 +16,7 @@ from longspec_jax.decoding.adjustments import AdjustmentOptions
 from longspec_jax.decoding.batch_invariant import is_identical
 from longspec_jax.decoding.chooser import Policy
 from longspec_jax.decoding.engine import Engine
-from longspec_jax.decoding.programs import processors
+from longspec_jax.decoding.jit_cache import processors
 from longspec_jax.decoding.report import Contents
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.runner import (

@@ -16,7 +16,7 @@ import numpy as np
 from longspec_jax.axes import Array
 from longspec_jax.decoding.adjustments import Adjustments
 from longspec_jax.decoding.cache import KVCache
-from longspec_jax.decoding.programs import program
+from longspec_jax.decoding.jit_cache import program
 from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import TargetModel

@@ -20,7 +20,7 @@ import numpy as np
 
 from longspec_jax.axes import Array
 from longspec_jax.decoding import round as round_lib
-from longspec_jax.decoding.programs import program
+from longspec_jax.decoding.jit_cache import program
 from longspec_jax.decoding.report import Emitted
 from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.rows import Rows

@@ -24,10 +24,10 @@ from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding import warmup
 from longspec_jax.decoding.cache import cache_bytes
 from longspec_jax.decoding.engine import Engine
-from longspec_jax.decoding.launches import launch_sizes
+from longspec_jax.decoding.inflight import launch_sizes
+from longspec_jax.decoding.jit_cache import RECENT
 from longspec_jax.decoding.prefill import most_reusable
 from longspec_jax.decoding.prefixes import MOST_MOVING
-from longspec_jax.decoding.programs import RECENT
 from longspec_jax.decoding.report import Contents
 from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.runner import ModelRunner

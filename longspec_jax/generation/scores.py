@@ -16,8 +16,8 @@ from longspec_jax.axes import Array
 from longspec_jax.checks import shown_bytes
 from longspec_jax.decoding.adjustments import Adjustments, adjust
 from longspec_jax.decoding.cache import KVCache
+from longspec_jax.decoding.jit_cache import program
 from longspec_jax.decoding.logprobs import SLICE
-from longspec_jax.decoding.programs import program
 from longspec_jax.decoding.rows import Request, RowShardings
 from longspec_jax.decoding.runner import chunk_of
 from longspec_jax.decoding.sampling import Sampling, processed

@@ -16,7 +16,7 @@ import numpy as np
 
 from longspec_jax.decoding import warmup
 from longspec_jax.decoding.chooser import Choice
-from longspec_jax.decoding.programs import RECENT, compile_side_by_side
+from longspec_jax.decoding.jit_cache import RECENT, compile_side_by_side
 from longspec_jax.decoding.round import weighs_trees
 from longspec_jax.decoding.warmup import RoundTimes
 from longspec_jax.generation.activity import Compiling, OnActivity

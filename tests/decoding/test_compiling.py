@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from longspec_jax import PLAIN
-from longspec_jax.decoding.programs import compile_side_by_side
+from longspec_jax.decoding.jit_cache import compile_side_by_side
 from longspec_jax.generation import warm
 from longspec_jax.generation.speeds import KnownSpeeds
 from longspec_jax.generation.warm import WarmShapes

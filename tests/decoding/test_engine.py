@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from longspec_jax.decoding import prompts as prompts_lib
-from longspec_jax.decoding.launches import launch_sizes
+from longspec_jax.decoding.inflight import launch_sizes
 from longspec_jax.decoding.rows import RowShardings, insert
 from longspec_jax.decoding.sampling import SamplingKind
 from longspec_jax.decoding.target import TargetModel

@@ -7,7 +7,7 @@ import pytest
 
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.cache import KVCache
-from longspec_jax.decoding.copies import copy_prefix, read_chunk, write_chunk
+from longspec_jax.decoding.cache_transfer import copy_prefix, read_chunk, write_chunk
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.prefill import concerns, most_reusable, run_again
 from longspec_jax.decoding.prefixes import HostChunks, Match, chunk_names

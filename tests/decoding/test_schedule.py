@@ -10,7 +10,7 @@ import pytest
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.chooser import Chooser, Measurement, load_of
 from longspec_jax.decoding.engine import Engine
-from longspec_jax.decoding.launches import FAULTS_APART
+from longspec_jax.decoding.inflight import FAULTS_APART
 from longspec_jax.decoding.policy import FastestWithinBudget
 from longspec_jax.decoding.prompts import Plan, Prefill, Waiting
 from longspec_jax.decoding.slots import StepOutput

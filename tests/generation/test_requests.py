@@ -14,7 +14,7 @@ from longspec_jax import GenerateResult, LongSpec, TreeConfig
 from longspec_jax.checks import Refused
 from longspec_jax.config import serving
 from longspec_jax.config.tree import PLAIN
-from longspec_jax.decoding.programs import RECENT
+from longspec_jax.decoding.jit_cache import RECENT
 from longspec_jax.decoding.slots import EngineStatus
 from longspec_jax.generation import inputs as inputs_lib
 from longspec_jax.generation import requests as requests_lib

@@ -228,7 +228,7 @@ def test_ctrl_c_is_honoured_between_two_launches(monkeypatch) -> None:
 
     spec.generate(PROMPT, max_new_tokens=400, eos_token_id=[])
     monkeypatch.setattr(ModelRunner, "launch", interrupted)
-    monkeypatch.setattr("longspec_jax.decoding.launches.LAUNCH_SECONDS", 1e-6)
+    monkeypatch.setattr("longspec_jax.decoding.inflight.LAUNCH_SECONDS", 1e-6)
     with pytest.raises(KeyboardInterrupt):
         spec.generate(PROMPT, max_new_tokens=400, eos_token_id=[])
     assert launches == [1, 1, 1]

@@ -13,7 +13,7 @@ import pytest
 
 from infer.serve import app
 from infer.serve.http_server import log_to_stderr
-from longspec_jax.decoding import launches
+from longspec_jax.decoding import inflight
 from tests.kit import each_row
 from tests.serve.kit import ScriptedEngine, events, scripted_model, serving, until
 
@@ -312,7 +312,7 @@ def test_faults_of_the_engine_are_in_the_log(capfd: pytest.CaptureFixture[str]) 
     before = [(each.handlers, each.propagate, each.level) for each in loggers]
     try:
         log_to_stderr()
-        logging.getLogger(launches.__name__).error("a step failed")
+        logging.getLogger(inflight.__name__).error("a step failed")
     finally:
         for each, (handlers, propagate, level) in zip(loggers, before, strict=True):
             each.handlers, each.propagate = handlers, propagate

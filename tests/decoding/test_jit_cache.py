@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from longspec_jax import PLAIN
+from longspec_jax.decoding import jit_cache
 from longspec_jax.decoding import prefill as prefill_lib
-from longspec_jax.decoding import programs
-from longspec_jax.decoding.programs import RECENT, Program, Recent, program
+from longspec_jax.decoding.jit_cache import RECENT, Program, Recent, program
 from longspec_jax.decoding.round import many_rounds
 from tests.footprint import Footprint
 from tests.infer.toys import toy_spec
@@ -81,19 +81,19 @@ def test_products_of_small_programs_are_not_timed_on_a_gpu(monkeypatch: pytest.M
 
     What else a program takes does not count: a cache's size must not choose the products' kernels.
     """
-    assert programs.compiler_options(small=True) == programs.compiler_options(small=False) == {}
-    monkeypatch.setattr(programs.jax, "default_backend", lambda: "gpu")
+    assert jit_cache.compiler_options(small=True) == jit_cache.compiler_options(small=False) == {}
+    monkeypatch.setattr(jit_cache.jax, "default_backend", lambda: "gpu")
     asked = []
-    options = programs.compiler_options
+    options = jit_cache.compiler_options
     monkeypatch.setattr(
-        programs, "compiler_options", lambda small: asked.append(small) or options(small)
+        jit_cache, "compiler_options", lambda small: asked.append(small) or options(small)
     )
     np.testing.assert_array_equal(made()(2, *inputs(3)), [1, 3, 5])
 
     def weighed(params: jax.Array, cache: jax.Array) -> jax.Array:
         return params[0] * cache
 
-    size = programs.SMALL // 4
+    size = jit_cache.SMALL // 4
     for numbers, others in ((size, size), (size + 1, 1)):
         x, y = (jax.ShapeDtypeStruct((count,), jnp.float32) for count in (numbers, others))
         program()(weighed).of_shape(x, y)

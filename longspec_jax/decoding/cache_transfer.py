@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from longspec_jax.axes import Array
 from longspec_jax.decoding.cache import KVCache
-from longspec_jax.decoding.programs import program
+from longspec_jax.decoding.jit_cache import program
 from longspec_jax.decoding.rows import RowShardings
 
 

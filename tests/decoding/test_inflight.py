@@ -14,7 +14,7 @@ from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding import engine as engine_lib
 from longspec_jax.decoding.chooser import Choice, Measurement, Policy
 from longspec_jax.decoding.engine import Engine
-from longspec_jax.decoding.launches import LAUNCH_SECONDS
+from longspec_jax.decoding.inflight import LAUNCH_SECONDS
 from longspec_jax.decoding.policy import FastestWithinBudget
 from longspec_jax.decoding.report import Contents, Report
 from longspec_jax.decoding.round import many_rounds, one_round
