@@ -36,7 +36,7 @@ from longspec_jax.decoding.runner import bucket_capacity, slack_slots
 from longspec_jax.decoding.sampling import Sampling, SamplingKind
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, Params
-from longspec_jax.drafters.tree import AcceptedPath, Tree, accept, node_depths, plant
+from longspec_jax.drafters.tree import AcceptedPath, Tree, accept, node_depths, root_tree
 from longspec_jax.ops.partitioned import use_mesh
 
 from .arguments import SHAPES
@@ -414,7 +414,7 @@ def some_tree(shape: TreeConfig, rows: Rows) -> Tree:
     first = jnp.asarray([known.index(depth) for depth in known])
     depths, node = jnp.asarray(known), jnp.arange(nodes, dtype=jnp.int32)
     on_spine = (node == first) & (depths < depths[:, None])
-    tree = plant(rows.pending, shape)
+    tree = root_tree(rows.pending, shape)
     mask = on_spine | jnp.eye(nodes, dtype=bool)
     return dataclasses.replace(
         tree,

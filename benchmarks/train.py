@@ -22,7 +22,7 @@ from longspec_jax.recipes import base_config, stage
 from longspec_jax.sharding import make_mesh
 from train.arguments import from_config
 from train.config import RunConfig
-from train.drafts.base import Given
+from train.drafts.base import TrainContext
 from train.drafts.kinds import KINDS
 from train.losses import tokens_at_once
 from train.step import ROWS, Batch, initial_state, make_optimizer, make_step, state_shardings
@@ -73,7 +73,7 @@ def measure(
         return np.ones(config.vocab_size, np.int64)
 
     target = random_target(config, mesh=mesh)
-    given = Given(config, target, run.stages, run.seed, config.dtype, mesh, count_tokens)
+    given = TrainContext(config, target, run.stages, run.seed, config.dtype, mesh, count_tokens)
     # Drawn below, and laid out as a step wants them, like those of a run.
     trainer, frozen, _ = KINDS[arguments.draft].begin(run.draft, given)
     objective = trainer.objective(run.stages[0], loss_chunk, mlp_chunk)

@@ -38,7 +38,7 @@ from longspec_jax.drafters.base import Committed, Drafter, Needs, Params, Sampli
 from longspec_jax.drafters.draft import DefaultTrees, Draft, Target
 from longspec_jax.drafters.registry import Kind
 from longspec_jax.drafters.tables import NOT_WHOLE, check_sizes
-from longspec_jax.drafters.tree import Tree, beam_search, plant
+from longspec_jax.drafters.tree import Tree, beam_search, root_tree
 from longspec_jax.drafters.vocabulary import check_vocabulary
 from longspec_jax.models.target import head_logits, head_of, target_logits
 from longspec_jax.ops.matmul.few_rows import matmul
@@ -161,7 +161,7 @@ class MedusaDrafter(Drafter):
         """Run the heads, and grow the tree over what they say."""
         levels, draft = self.tree.num_levels, params.draft
         if not levels:
-            return plant(view.pending, self.tree)
+            return root_tree(view.pending, self.tree)
         logits = draft.logits(self.config, state, levels)
         if draft.vocabulary is not None:
             noise = noise.among(draft.vocabulary)

@@ -41,7 +41,7 @@ from longspec_jax.drafters.ngram import NgramState, best_places
 from longspec_jax.drafters.registry import Kind
 from longspec_jax.drafters.retrieval.selection import Quest, Selector, SinksAndRecent
 from longspec_jax.drafters.tables import check_sizes
-from longspec_jax.drafters.tree import Tree, beam_search, plant
+from longspec_jax.drafters.tree import Tree, beam_search, root_tree
 from longspec_jax.models.target import head_logits, head_of, target_logits
 from longspec_jax.ops.layer import rms_norm
 from longspec_jax.ops.matmul.few_rows import matmul
@@ -162,7 +162,7 @@ class TokenSwiftDrafter(Drafter):
         """Run the pending token and the heads, and grow the tree over what they say."""
         levels, draft, last = self.tree.num_levels, params.draft, self.config.layers - 1
         if not levels:
-            return plant(view.pending, self.tree)
+            return root_tree(view.pending, self.tree)
         run = view.partial_forward(
             view.pending[:, None],
             view.position[:, None],

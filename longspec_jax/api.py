@@ -53,7 +53,7 @@ from longspec_jax.generation.result import (
     ended,
     stream_into,
 )
-from longspec_jax.generation.run import Known, added_rounds, follow, learn, reads_rounds, start
+from longspec_jax.generation.run import CallCache, added_rounds, follow, learn, reads_rounds, start
 from longspec_jax.generation.scores import check_host, scores_of
 from longspec_jax.generation.speeds import KnownSpeeds
 from longspec_jax.generation.warm import WarmShapes
@@ -469,5 +469,5 @@ class LongSpec(Models):
         return plan, batch
 
     @cached_property
-    def _known(self) -> Known:
-        return Known(self._warm, self._speeds, self._notices)
+    def _known(self) -> CallCache:
+        return CallCache(self._warm, self._speeds, self._notices)

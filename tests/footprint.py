@@ -133,8 +133,8 @@ def drop_programs() -> None:
     """
     pinned = []
     if programs := sys.modules.get("longspec_jax.decoding.jit_cache"):
-        with programs.RECENT.limited(0):
-            pinned = programs.RECENT.values()
+        with programs.PROGRAMS.limited(0):
+            pinned = programs.PROGRAMS.values()
     gc.collect()
     if (jax := sys.modules.get("jax")) and not pinned:
         jax.clear_caches()

@@ -23,7 +23,7 @@ from longspec_jax.drafters.base import (
     PartialForward,
     Uncommitted,
 )
-from longspec_jax.drafters.tree import grow, of_all_nodes, plant, within_budget
+from longspec_jax.drafters.tree import add_level, of_all_nodes, root_tree, within_budget
 from longspec_jax.ops.selection.continuations import best_continuations
 
 
@@ -49,7 +49,7 @@ class LookupTarget(TargetModel):
         return self.config
 
     @property
-    def keeps_ends(self):
+    def has_bounded_layers(self):
         return False
 
     @property
@@ -134,14 +134,14 @@ class LookupDrafter(Drafter):
 
     def propose(self, params, state, view, noise):
         table = params.draft
-        tree = plant(view.pending, self.tree)
+        tree = root_tree(view.pending, self.tree)
         total, totals = jnp.zeros((view.pending.shape[0], 1), jnp.float32), []
         history = state[:, None] + token_hash(view.pending, view.position)[:, None]
         first, width = 0, 1
         for depth, children in enumerate(self.tree.widths):
             scores = noise.scores(table[history % table.shape[0]], depth)
             total, parents, tokens = best_continuations(scores, total, children)
-            tree = grow(tree, first + width, tokens, first + parents)
+            tree = add_level(tree, first + width, tokens, first + parents)
             positions = view.position[:, None] + depth + 1
             history = jnp.take_along_axis(history, parents, axis=1) + token_hash(tokens, positions)
             totals.append(total)
@@ -160,12 +160,12 @@ class ConstantDrafter(Drafter):
     name: str = "lookup"
 
     def propose(self, params, state, view, noise):
-        tree = plant(view.pending, self.tree)
+        tree = root_tree(view.pending, self.tree)
         first, width = 0, 1
         for children in self.tree.widths:
             shape = (view.pending.shape[0], children)
             parents = jnp.broadcast_to(first + jnp.arange(children) % width, shape)
-            tree = grow(tree, first + width, jnp.full(shape, 2, jnp.int32), parents)
+            tree = add_level(tree, first + width, jnp.full(shape, 2, jnp.int32), parents)
             first, width = first + width, children
         return tree
 

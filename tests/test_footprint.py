@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from longspec_jax.decoding.jit_cache import RECENT, program
+from longspec_jax.decoding.jit_cache import PROGRAMS, program
 from tests.footprint import Footprint, drop_programs
 from tests.kit import each_row
 
@@ -31,14 +31,14 @@ def test_programs_are_unmapped_though_their_functions_live_on() -> None:
 
 
 def test_programs_that_an_engine_has_prepared_stay_as_long_as_it_is_open() -> None:
-    with RECENT.noted() as prepared:
+    with PROGRAMS.noted() as prepared:
         program()(lambda x: 2 * x)(np.ones(1))
-    RECENT.pin(prepared)
+    PROGRAMS.pin(prepared)
     drop_programs()
-    assert RECENT.keeps(prepared)
-    RECENT.unpin(prepared)
+    assert PROGRAMS.keeps(prepared)
+    PROGRAMS.unpin(prepared)
     drop_programs()
-    assert not RECENT.keeps(prepared)
+    assert not PROGRAMS.keeps(prepared)
 
 
 @pytest.mark.multiproc

@@ -31,7 +31,7 @@ from .data.corpus import prepare_corpus
 from .data.rows import Rows, token_counts
 from .data.source import Source
 from .data.tokens import load_tokenizer
-from .drafts.base import Begun, DraftTrainer, Given
+from .drafts.base import DraftTrainer, InitialDraft, TrainContext
 from .drafts.kinds import KINDS
 from .features import Features, open_features
 from .fingerprint import Fingerprint, check_same_run, fingerprint, model_digest
@@ -253,7 +253,9 @@ def plan_draft(run: TrainingRun) -> list[PlannedStage]:
     return plans
 
 
-def begin_draft(run: TrainingRun, plans: Sequence[PlannedStage]) -> tuple[Given, Begun]:
+def begin_draft(
+    run: TrainingRun, plans: Sequence[PlannedStage]
+) -> tuple[TrainContext, InitialDraft]:
     """The target, loaded, and the draft before its first step."""
     config = run.config
     # Every step multiplies thousands of rows, for which weights in their own bits are dequantised.
@@ -265,7 +267,7 @@ def begin_draft(run: TrainingRun, plans: Sequence[PlannedStage]) -> tuple[Given,
         adapter=config.adapter or None,
         packed=False,
     )
-    given = Given(
+    given = TrainContext(
         target,
         frozen,
         tuple(plan.config for plan in plans),

@@ -20,7 +20,7 @@ from longspec_jax.ops.partitioned import use_mesh
 
 from .config import LogConfig, RunConfig
 from .data.batches import bucket_lengths
-from .drafts.base import Given
+from .drafts.base import TrainContext
 from .features import Part, create
 from .pipeline import (
     PlannedStage,
@@ -59,7 +59,7 @@ def store_features(config: RunConfig, workdir: Path) -> list[str]:
     return lines
 
 
-def _store(plan: PlannedStage, given: Given, stored: Stored) -> str:
+def _store(plan: PlannedStage, given: TrainContext, stored: Stored) -> str:
     """Store the features of a stage; a sentence about them."""
     run = plan.run
     rows = plan.config.batch // plan.config.accumulation

@@ -26,10 +26,10 @@ from longspec_jax.axes import Array, Lengths
 from longspec_jax.decoding.jit_cache import program
 from longspec_jax.decoding.report import TOKENS, Contents, packed
 from longspec_jax.decoding.round import (
-    conclude,
+    accept_and_commit,
     draw_at_nodes,
-    look_at_cache,
     propose_tree,
+    refresh_selection,
     run_tree,
     sampling_noise,
 )
@@ -223,7 +223,7 @@ def _propose(
     """The trees, and their tokens and parents once more for the host."""
     some = rows.gather(slots)
     with use_mesh(target.mesh):
-        ready = look_at_cache(target, drafter, params, some)
+        ready = refresh_selection(target, drafter, params, some)
         noise = sampling_noise(target, drafter, ready)
         tree = propose_tree(target, drafter, params, ready, noise)
     return rows.scatter(slots, some, ready), tree, jnp.stack([tree.tokens, tree.parents], axis=1)
@@ -261,5 +261,7 @@ def _conclude(
         draws = draw_at_nodes(drafter, tree, masked(verified.logits, bits), noise)
         tree = replace(tree, parents=jnp.where((bits != 0).any(axis=2), tree.parents, -1))
         drawn, kind = (tree, verified, draws), SamplingKind.ANY
-        after, emitted = conclude(target, drafter, params, some, *drawn, kind, contents=contents)
+        after, emitted = accept_and_commit(
+            target, drafter, params, some, *drawn, kind, contents=contents
+        )
     return rows.scatter(slots, some, after), packed(emitted, after)[None]

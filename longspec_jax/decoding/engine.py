@@ -400,7 +400,7 @@ class Engine:
         # A prompt's chunk and its first token may have been launched alongside the rounds.
         most = queued + 2 if self.ahead else 0
         while len(unread) > (most if self._outputs else queued):
-            self._launches.land()
+            self._launches.wait()
 
     def _advance_prompts(self, begun: float) -> None:
         """Begin prompts, launch a chunk of one, and move one that has ended into a slot."""
@@ -448,7 +448,7 @@ class Engine:
     def _preempt(self, id: int) -> None:
         """Have a request wait again, after all that it has emitted."""
         while self._launches.unread:
-            self._launches.land()
+            self._launches.wait()
         if id in self._slots.active:  # Else it has just ended.
             again = self._slots.active[id].again()
             self._release(id)
@@ -488,7 +488,7 @@ class Engine:
         if constraints:
             # What may follow depends on all that was emitted.
             while self._launches.unread:
-                self._launches.land()
+                self._launches.wait()
         runner, held, under_way = self.runner, tuple(self._slots.held), self._launches.rounds
         live = dict(self._slots.active)
         kind, named, watch, goes_on = SamplingKind.GREEDY, list[int](), None, False

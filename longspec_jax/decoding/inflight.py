@@ -129,15 +129,15 @@ class LaunchQueue:
           fetched: whether the output is brought to the host.
         """
 
-        def land() -> tuple[Any, float]:
+        def fetch() -> tuple[Any, float]:
             # Waiting here lets other threads run; converting an unfinished array may not.
             output.block_until_ready()
-            landed = np.asarray(output) if fetched else None
-            return landed, self._clock()
+            found = np.asarray(output) if fetched else None
+            return found, self._clock()
 
-        self.unread.append(Launch(begun, self._reader.submit(land), read, choice, held))
+        self.unread.append(Launch(begun, self._reader.submit(fetch), read, choice, held))
 
-    def land(self) -> None:
+    def wait(self) -> None:
         """Wait for the oldest launch, and take in what it did."""
         launch = self.unread.popleft()
         output, arrived = launch.landing.result()

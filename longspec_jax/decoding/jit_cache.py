@@ -42,7 +42,7 @@ The size of a cache does not count: it must not decide how a product is computed
 _NOTE: ContextVar[set[Hashable] | None] = ContextVar("note", default=None)
 
 
-class Recent:
+class LRU:
     """A bounded mapping from which the least recently used entry drops out."""
 
     def __init__(self, most: int, whole: Callable[[Any], bool] = lambda _: True) -> None:
@@ -138,7 +138,7 @@ def _compiled(entry: tuple[Any, Any]) -> bool:
     return jitted._cache_size() > 0
 
 
-RECENT = Recent(MOST_PROGRAMS, whole=_compiled)
+PROGRAMS = LRU(MOST_PROGRAMS, whole=_compiled)
 """The programs of this process: pairs of their owner and the jitted function of one shape."""
 
 
@@ -174,11 +174,11 @@ class Program(Generic[R]):
         # types and devices, is left to jax: it varies little, and follows from the rest.
         leaves, structure = jax.tree.flatten(args)
         key = self, structure, *[getattr(leaf, "shape", leaf) for leaf in leaves]
-        return RECENT.get(key, functools.partial(self._jitted, args))[1]
+        return PROGRAMS.get(key, functools.partial(self._jitted, args))[1]
 
     def _cache_size(self) -> int:
         """How many executables there are, of all shapes, as a jitted function counts them."""
-        own = (jitted for owner, jitted in RECENT.values() if owner is self)
+        own = (jitted for owner, jitted in PROGRAMS.values() if owner is self)
         return sum(jitted._cache_size() for jitted in own)
 
     def _jitted(self, args: tuple[Operand, ...]) -> tuple["Program[R]", Any]:

@@ -24,7 +24,7 @@ from longspec_jax.axes import Array, Lengths
 from longspec_jax.decoding.adjustments import Adjustments
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.cache_transfer import write_chunk
-from longspec_jax.decoding.jit_cache import RECENT, program
+from longspec_jax.decoding.jit_cache import PROGRAMS, program
 from longspec_jax.decoding.logprobs import prompt_logprobs
 from longspec_jax.decoding.round_noise import RoundNoise
 from longspec_jax.decoding.rows import Request, Rows, RowShardings, insert
@@ -286,7 +286,7 @@ def _allocate(
         empty = partial(_empty, target, drafter, batch, capacity, cached=cached)
         return _allocate, jax.jit(empty, out_shardings=out)
 
-    return RECENT.get((_allocate, target, drafter, batch, capacity, shardings, cached), make)[1]
+    return PROGRAMS.get((_allocate, target, drafter, batch, capacity, shardings, cached), make)[1]
 
 
 def _empty(

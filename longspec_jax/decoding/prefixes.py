@@ -173,7 +173,7 @@ class PrefixCache:
           host_bytes: most bytes of chunks in the host's memory.
         """
         # Layers that keep the end of a row alone hold no beginning.
-        self._count, self._holds = runner.slots, not runner.target.keeps_ends
+        self._count, self._holds = runner.slots, not runner.target.has_bounded_layers
         self.slots = SlotPrefixes(self._count, holds=self._holds)
         self.host = HostChunks(host_bytes)
         self.queried = 0

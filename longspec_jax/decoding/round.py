@@ -43,9 +43,9 @@ from longspec_jax.drafters.tree import (
     AcceptRule,
     Tree,
     accept,
-    accept_trusted,
+    accept_unverified,
     node_depths,
-    plant,
+    root_tree,
     tree_paths,
 )
 from longspec_jax.ops.partitioned import use_mesh
@@ -81,7 +81,7 @@ def spec_step(
     """
     with use_mesh(target.mesh):
         noise = sampling_noise(target, drafter, rows, kind)
-        rows = look_at_cache(target, drafter, params, rows)
+        rows = refresh_selection(target, drafter, params, rows)
         tree = propose_tree(target, drafter, params, rows, noise)
 
         run = partial(verify_tree, target, drafter, params, rows, tree, noise)
@@ -93,7 +93,7 @@ def spec_step(
         else:
             verified, draws = run()
         drawn = tree, verified, draws
-        return conclude(target, drafter, params, rows, *drawn, kind, rule, contents)
+        return accept_and_commit(target, drafter, params, rows, *drawn, kind, rule, contents)
 
 
 def _verify_if(
@@ -112,7 +112,7 @@ def _verify_if(
     shapes = jax.eval_shape(run)
 
     def run_root() -> Any:
-        root = plant(rows.pending, PLAIN)
+        root = root_tree(rows.pending, PLAIN)
         ran = verify_tree(target, with_tree(drafter, PLAIN), params, rows, root, noise)
         return jax.tree.map(_padded, ran, shapes)
 
@@ -140,7 +140,7 @@ def worth_of(tree: Tree, done: Bool[Array, " B"]) -> Float[Array, ""]:
     return jnp.where(done, 0, expected).sum() / jnp.maximum((~done).sum(), 1)
 
 
-def conclude(
+def accept_and_commit(
     target: TargetModel,
     drafter: Drafter,
     params: Params,
@@ -196,8 +196,8 @@ def _more(
 
 def accept_rule(drafter: Drafter) -> AcceptRule:
     """How a drafter's trees are accepted: by the target's draws, unless the drafter is lossy."""
-    if drafter.trusted:
-        return partial(accept_trusted, trusted=drafter.trusted)
+    if drafter.unverified_levels:
+        return partial(accept_unverified, unverified_levels=drafter.unverified_levels)
     return accept
 
 
@@ -210,7 +210,7 @@ def sampling_noise(
     return RoundNoise.of_round(sampling, rows.length, levels, vocabulary, adjustments)
 
 
-def look_at_cache(target: TargetModel, drafter: Drafter, params: Params, rows: Rows) -> Rows:
+def refresh_selection(target: TargetModel, drafter: Drafter, params: Params, rows: Rows) -> Rows:
     """The rows after the drafter took from the target's cache what it needs for the round."""
     view = _view(target, params, rows)
     return replace(rows, draft=drafter.before_round(params, rows.draft, view))

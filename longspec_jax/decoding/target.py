@@ -111,7 +111,7 @@ class TargetModel:
         return 1 if self.mesh is None else self.mesh.shape["tp"]
 
     @cached_property
-    def keeps_ends(self) -> bool:
+    def has_bounded_layers(self) -> bool:
         """Whether some layers keep the end of a row alone: with windows, or recurrent."""
         return len(self.config.full_layers) < self.config.num_layers
 

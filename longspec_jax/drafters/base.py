@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int, PyTree
 
 from longspec_jax.axes import Array, Leaf, Lengths, Queries, TreeMask
 from longspec_jax.config.tree import PLAIN, TreeConfig
-from longspec_jax.drafters.tree import Tree, plant
+from longspec_jax.drafters.tree import Tree, root_tree
 from longspec_jax.ops.attention.operands import Prefix
 from longspec_jax.ops.recurrence.operands import RecurrentRows
 
@@ -401,7 +401,7 @@ class Drafter:
         return True
 
     @property
-    def trusted(self) -> int:
+    def unverified_levels(self) -> int:
         """First levels of its trees that are emitted whatever the target draws; 0 if lossless."""
         return 0
 
@@ -415,4 +415,4 @@ class NoDraft(Drafter):
 
     def propose(self, params: Params, state: tuple[()], view: View, noise: SamplingNoise) -> Tree:
         """The root without children."""
-        return plant(view.pending, self.tree)
+        return root_tree(view.pending, self.tree)

@@ -43,8 +43,8 @@ from longspec_jax.drafters.tables import (
     check_fits,
     check_proposable,
 )
-from longspec_jax.drafters.tree import Tree, beam_search, nodes_run, plant
-from longspec_jax.drafters.window import Entries, Rows, Seen
+from longspec_jax.drafters.tree import Tree, beam_search, nodes_run, root_tree
+from longspec_jax.drafters.window import DraftWindow, Entries, Rows
 from longspec_jax.models.layers import Projection, RMSNorm, applied, rotary_angles
 from longspec_jax.models.target import HEADS, Attend, Layer, stored_logits
 from longspec_jax.ops.attention.dispatch import speculative_attention
@@ -370,7 +370,7 @@ class DFlashDrafter(Drafter):
     name: str = field(default="dflash", init=False)
 
     def __post_init__(self) -> None:
-        Seen(self.window, self.sinks).checked()
+        DraftWindow(self.window, self.sinks).checked()
         if self.tree.num_levels > self.config.tokens:
             raise ValueError(
                 f"a tree of {self.tree.num_levels} levels is deeper than the block of this draft, "
@@ -378,12 +378,13 @@ class DFlashDrafter(Drafter):
             )
 
     @property
-    def seen(self) -> tuple[Seen, ...]:
+    def seen(self) -> tuple[DraftWindow, ...]:
         """Which entries each layer sees."""
-        both = Seen(self.window, self.sinks)
+        both = DraftWindow(self.window, self.sinks)
         own = self.config.windows
         return tuple(
-            both if each is None or (both.window or each) < each else Seen(each, 0) for each in own
+            both if each is None or (both.window or each) < each else DraftWindow(each, 0)
+            for each in own
         )
 
     @cached_property
@@ -416,7 +417,7 @@ class DFlashDrafter(Drafter):
         """Run the block, and grow the tree over its slots."""
         levels, first = self.tree.num_levels, self.config.first_slot
         if not levels:
-            return plant(view.pending, self.tree)
+            return root_tree(view.pending, self.tree)
         draft: DFlashParams = params.draft
         if draft.vocabulary is not None:
             noise = noise.among(draft.vocabulary)
@@ -531,7 +532,7 @@ class DFlashDraft(Draft):
 
     config: DFlashConfig
     params: DFlashParams = field(repr=False)
-    seen: Seen = Seen(None, 0)
+    seen: DraftWindow = DraftWindow(None, 0)
     name: str = field(default="dflash", init=False)
 
     @classmethod

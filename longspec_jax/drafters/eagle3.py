@@ -50,7 +50,7 @@ from longspec_jax.drafters.tables import (
     check_proposable,
 )
 from longspec_jax.drafters.tree import Tree, beam_search, nodes_run
-from longspec_jax.drafters.window import Entries, Seen
+from longspec_jax.drafters.window import DraftWindow, Entries
 from longspec_jax.models.layers import (
     GroupedQKV,
     Projection,
@@ -352,9 +352,9 @@ class Eagle3Drafter(Drafter):
             raise ValueError(f"a working cache and window={self.window} exclude each other")
 
     @property
-    def seen(self) -> Seen:
+    def seen(self) -> DraftWindow:
         """Which entries it sees."""
-        return Seen(self.window, self.sinks)
+        return DraftWindow(self.window, self.sinks)
 
     @cached_property
     def needs(self) -> Needs:
@@ -487,7 +487,7 @@ class Eagle3Draft(Draft):
 
     config: Eagle3Config
     params: Eagle3Params = field(repr=False)
-    seen: Seen = Seen(None, 0)
+    seen: DraftWindow = DraftWindow(None, 0)
     working: WorkingCache | None = None
     """What it reads of all entries; all of them if absent."""
     name: str = field(default="eagle3", init=False)
@@ -517,7 +517,7 @@ class Eagle3Draft(Draft):
             config = config.stretched(options.yarn)
         if int8:
             params = params.in_int8(mesh)
-        seen = Seen(None, 0)
+        seen = DraftWindow(None, 0)
         if options.working is None:
             made_for, trained = config.max_positions, config.window
             seen = options.seen(made_for, target, MAX_TREE_LEVELS, trained)

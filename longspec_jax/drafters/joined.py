@@ -21,7 +21,7 @@ from longspec_jax.config.target import TargetConfig
 from longspec_jax.config.tree import MAX_TREE_LEVELS, PLAIN, TreeConfig
 from longspec_jax.drafters.base import Committed, Drafter, Needs, Params, SamplingNoise, View
 from longspec_jax.drafters.draft import DefaultTrees, Draft, with_tree
-from longspec_jax.drafters.tree import Tree, plant
+from longspec_jax.drafters.tree import Tree, root_tree
 from longspec_jax.drafters.union import union
 
 LEVELS = 16
@@ -124,7 +124,7 @@ class Joined(Drafter):
                 alone = with_tree(member, replace(member.tree, budget=self.tree.budget))
                 tree = alone.propose(of_member(params, index), state[index], view, noise)
                 return replace(tree, sources=jnp.full_like(tree.parents, 1 << index))
-            return plant(view.pending, PLAIN)
+            return root_tree(view.pending, PLAIN)
         offered = {}
         for index, member in self.active:
             with jax.named_scope(f"offer_{member.name}"):

@@ -22,7 +22,7 @@ from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.base import Committed, Drafter, Needs, Params, SamplingNoise, View
 from longspec_jax.drafters.calibration import Counts, Found, classified, path_totals
 from longspec_jax.drafters.draft import DefaultTrees, Draft
-from longspec_jax.drafters.tree import Tree, of_all_nodes, plant
+from longspec_jax.drafters.tree import Tree, of_all_nodes, root_tree
 from longspec_jax.drafters.union import union
 from longspec_jax.ops.dispatch import traced_once
 from longspec_jax.ops.selection.continuations import best_in_blocks, block_size
@@ -131,7 +131,7 @@ class NgramDrafter(Drafter):
     def propose(self, params: Params, state: LookupState, view: View, noise: SamplingNoise) -> Tree:
         """The tree of the best places' continuations."""
         if not self.tree.num_levels:
-            return plant(view.pending, self.tree)
+            return root_tree(view.pending, self.tree)
         tree = self.offer(params, state, view, noise)
         return union({0: tree}, self.tree.num_levels, self.tree.num_nodes)
 

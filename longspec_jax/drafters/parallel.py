@@ -34,8 +34,8 @@ from longspec_jax.drafters.base import Committed, Drafter, Needs, Params, Sampli
 from longspec_jax.drafters.draft import DefaultTrees, Draft
 from longspec_jax.drafters.longspec import DraftConfig, LongSpecLayer, check_vocab_size
 from longspec_jax.drafters.tables import BlockParams
-from longspec_jax.drafters.tree import Tree, beam_search, plant
-from longspec_jax.drafters.window import Entries, Rows, Seen
+from longspec_jax.drafters.tree import Tree, beam_search, root_tree
+from longspec_jax.drafters.window import DraftWindow, Entries, Rows
 from longspec_jax.models.layers import INITIAL_SCALE, RMSNorm, applied, parameter
 from longspec_jax.models.target import scaled, stored_logits
 from longspec_jax.ops.attention.attention_xla import capped
@@ -208,7 +208,7 @@ class ParallelDrafter(Drafter):
     def propose(self, params: Params, state: Entries, view: View, noise: SamplingNoise) -> Tree:
         """Run the block, and grow the tree over its slots."""
         if not self.tree.num_levels:
-            return plant(view.pending, self.tree)
+            return root_tree(view.pending, self.tree)
         draft: ParallelParams = params.draft
         logits = draft.logits(self._block(draft, state, view)[:, : self.tree.num_levels])
 
@@ -226,8 +226,8 @@ class ParallelDrafter(Drafter):
         return beam_search(view.pending, self.tree, score, (), implementation=self.attention)
 
     @property
-    def _seen(self) -> Seen:
-        return Seen(self.config.layer.window, 0)
+    def _seen(self) -> DraftWindow:
+        return DraftWindow(self.config.layer.window, 0)
 
     def _block(self, draft: ParallelParams, state: Entries, view: View) -> Array:
         """What the LM head reads of every slot, ``[B, block, D]``."""

@@ -38,8 +38,8 @@ from longspec_jax.drafters.eagle3 import (
     Eagle3Options,
     Eagle3Params,
 )
-from longspec_jax.drafters.tree import Tree, beam_search, plant
-from longspec_jax.drafters.window import SLOTS, Entries, Rows, Seen
+from longspec_jax.drafters.tree import Tree, beam_search, root_tree
+from longspec_jax.drafters.window import SLOTS, DraftWindow, Entries, Rows
 from longspec_jax.models.layers import applied, parameter
 from longspec_jax.models.target import Attend, Layer
 from longspec_jax.ops.attention.dispatch import speculative_attention
@@ -166,9 +166,9 @@ class PEagleDrafter(Drafter):
         return Needs(hidden, recent=reach)
 
     @property
-    def _ring(self) -> Seen:
+    def _ring(self) -> DraftWindow:
         """The entries that are kept: whole steps of the kernels, where there is a window."""
-        return Seen(None if self.window is None else -(-self.window // SLOTS) * SLOTS, 0)
+        return DraftWindow(None if self.window is None else -(-self.window // SLOTS) * SLOTS, 0)
 
     def begin(self, params: Params, batch: int, capacity: int) -> PEagleState:
         """No entry yet."""
@@ -204,7 +204,7 @@ class PEagleDrafter(Drafter):
         """Run the block, and grow the tree over its slots."""
         levels, batch = self.tree.num_levels, len(view.pending)
         if not levels:
-            return plant(view.pending, self.tree)
+            return root_tree(view.pending, self.tree)
         draft: PEagleParams = params.draft
         if draft.vocabulary is not None:
             noise = noise.among(draft.vocabulary)

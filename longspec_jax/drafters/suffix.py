@@ -34,7 +34,7 @@ from longspec_jax.drafters.ngram import (
     last_tokens,
     matches,
 )
-from longspec_jax.drafters.tree import Tree, grow, of_all_nodes, plant, within_budget
+from longspec_jax.drafters.tree import Tree, add_level, of_all_nodes, root_tree, within_budget
 from longspec_jax.ops.slicing import along
 
 LONGEST = 32
@@ -64,7 +64,7 @@ class SuffixDrafter(OwnTextDrafter):
 
     def propose(self, params: Params, state: NgramState, view: View, noise: SamplingNoise) -> Tree:
         """The tree of the best match's continuations; shorter matches fill it up."""
-        tree, levels = plant(view.pending, self.tree), self.tree.num_levels
+        tree, levels = root_tree(view.pending, self.tree), self.tree.num_levels
         if not levels:
             return tree
         text = state.text(view.pending, view.position)
@@ -224,7 +224,7 @@ def merged(
         total, chosen = jax.lax.top_k(score, width)
         kept, chosen = jnp.isfinite(total), jnp.minimum(chosen, places - 1)
         above = jnp.take_along_axis(node, chosen, axis=1)
-        tree = grow(tree, first, jnp.take_along_axis(token, chosen, axis=1), above)
+        tree = add_level(tree, first, jnp.take_along_axis(token, chosen, axis=1), above)
         parents.append(jnp.where(kept, above, -1))
         totals.append(total)
         # Every place goes on from the node that holds its path so far.

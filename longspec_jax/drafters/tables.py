@@ -19,7 +19,7 @@ from jaxtyping import Float, Int, PyTree
 from longspec_jax.axes import Array, Leaf
 from longspec_jax.config.layers import LARGEST_FACTOR
 from longspec_jax.config.target import TargetConfig
-from longspec_jax.drafters.window import Seen
+from longspec_jax.drafters.window import DraftWindow
 from longspec_jax.models.layers import rounded
 from longspec_jax.models.target import (
     head_of,
@@ -89,7 +89,7 @@ class FeatureOptions:
 
     def seen(
         self, made_for: int, target: TargetConfig, spare: int, trained: int | None = None
-    ) -> Seen:
+    ) -> DraftWindow:
         """Which tokens a draft sees, by its options and else by the range that it was made for.
 
         Args:
@@ -106,8 +106,8 @@ class FeatureOptions:
         if window is None and made_for < target.max_positions:
             window = max(1, made_for - sinks - spare)
         if window is None or window >= target.max_positions:
-            return Seen(None, 0)
-        return Seen(window, sinks)
+            return DraftWindow(None, 0)
+        return DraftWindow(window, sinks)
 
 
 @runtime_checkable

@@ -4,7 +4,7 @@ Node 0 is the root, the pending token. Tokens, parents and masks are device arra
 shape: they differ from row to row and round to round. A level's nodes follow the previous level's,
 so the depth of a grown node is known at trace time from its
 :class:`~longspec_jax.config.tree.TreeConfig` (LongSpec, appendix E). Depths differ by row where a
-budget chose among the nodes, or where the tree hangs at the end of a chain (:func:`at_end`).
+budget chose among the nodes, or where the tree hangs at the end of a chain (:func:`hang_at_end`).
 
 **Growing.** :func:`beam_search` serves every drafter with a model: the model scores the nodes of a
 level, and the best continuations of all paths become the next level. With a threshold the depth
@@ -60,7 +60,7 @@ class Tree:
     drafter, which proposed them all."""
 
 
-def plant(pending: Int[Array, " B"], config: TreeConfig) -> Tree:
+def root_tree(pending: Int[Array, " B"], config: TreeConfig) -> Tree:
     """A tree that holds its root only, with space for all nodes that will be grown."""
     batch, nodes = pending.shape[0], config.num_grown
     root = jnp.arange(nodes) == 0
@@ -70,7 +70,9 @@ def plant(pending: Int[Array, " B"], config: TreeConfig) -> Tree:
     return Tree(tokens, parents, mask)
 
 
-def grow(tree: Tree, first: int, tokens: Int[Array, "B w"], parents: Int[Array, "B w"]) -> Tree:
+def add_level(
+    tree: Tree, first: int, tokens: Int[Array, "B w"], parents: Int[Array, "B w"]
+) -> Tree:
     """Append one level as nodes ``first ... first + w - 1`` under the given parent nodes."""
     # As slices: an indexed update is a scatter, which checks every index on the device.
     write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=first, axis=1)
@@ -83,7 +85,7 @@ def grow(tree: Tree, first: int, tokens: Int[Array, "B w"], parents: Int[Array, 
     )
 
 
-def branch(pending: Int[Array, " B"], tokens: Int[Array, "B n"]) -> Tree:
+def single_branch(pending: Int[Array, " B"], tokens: Int[Array, "B n"]) -> Tree:
     """A single branch: below the pending token each of these follows the one before."""
     rows, nodes = tokens.shape[0], tokens.shape[1] + 1
     return Tree(
@@ -93,11 +95,11 @@ def branch(pending: Int[Array, " B"], tokens: Int[Array, "B n"]) -> Tree:
     )
 
 
-def at_end(chain: Tree, count: Int[Array, " B"], end: Tree) -> Tree:
+def hang_at_end(chain: Tree, count: Int[Array, " B"], end: Tree) -> Tree:
     """A chain with a tree at its end, whose root is the chain's node ``count[b]``.
 
     Args:
-      chain: of :func:`branch`; in each row ``count[b]`` links of it count.
+      chain: of :func:`single_branch`; in each row ``count[b]`` links of it count.
       count: may be more than the chain has nodes for: no path reaches such a row's tree.
       end: its nodes but the root follow the chain's.
     """
@@ -246,7 +248,7 @@ def beam_search(
     """
     choose = partial(best_continuations, implementation=implementation)
     batch, first, totals = pending.shape[0], 0, []
-    at = memory, plant(pending, config), jnp.zeros((batch, 1), jnp.float32)
+    at = memory, root_tree(pending, config), jnp.zeros((batch, 1), jnp.float32)
     going, expected = jnp.ones((batch,), bool), jnp.zeros((batch,), jnp.float32)
     for depth, children in enumerate(config.widths):
         deepen = partial(_deepen, score, choose, trust, depth, first, children, vocabulary)
@@ -285,7 +287,7 @@ def _deepen(
         if vocabulary is not None:
             own = vocabulary.ndim == 2
             tokens = along(tokens, vocabulary) if own else jnp.take(vocabulary, tokens)
-        return memory, grow(tree, nodes.stop, tokens, first + parents), total
+        return memory, add_level(tree, nodes.stop, tokens, first + parents), total
 
 
 def _deepen_some(
@@ -354,8 +356,8 @@ def accept(tree: Tree, draws: Int[Array, "B T"], levels: int) -> AcceptedPath:
     return AcceptedPath(path, jnp.take_along_axis(draws, path, axis=1), count)
 
 
-def accept_trusted(
-    tree: Tree, draws: Int[Array, "B T"], levels: int, *, trusted: int
+def accept_unverified(
+    tree: Tree, draws: Int[Array, "B T"], levels: int, *, unverified_levels: int
 ) -> AcceptedPath:
     """Accept a whole chain whatever the target drew, then follow its draws: *not* lossless.
 
@@ -366,8 +368,10 @@ def accept_trusted(
       tree: a chain, maybe with a tree at its end.
       draws: the target's draw at every node.
       levels: levels of the tree below its root.
-      trusted: how many first levels are accepted so.
+      unverified_levels: how many first levels are accepted so.
     """
-    offered = tree.parents[:, 1 : trusted + 1] >= 0
-    taken = jnp.where(offered, tree.tokens[:, 1 : trusted + 1], draws[:, :trusted])
-    return accept(tree, jnp.concatenate([taken, draws[:, trusted:]], axis=1), levels)
+    offered = tree.parents[:, 1 : unverified_levels + 1] >= 0
+    taken = jnp.where(
+        offered, tree.tokens[:, 1 : unverified_levels + 1], draws[:, :unverified_levels]
+    )
+    return accept(tree, jnp.concatenate([taken, draws[:, unverified_levels:]], axis=1), levels)

@@ -42,7 +42,7 @@ class Entries:
     sink_values: Leaf[TreeRows]
 
 
-class Seen(NamedTuple):
+class DraftWindow(NamedTuple):
     """Which of the entries a draft sees."""
 
     window: int | None
@@ -50,7 +50,7 @@ class Seen(NamedTuple):
     sinks: int
     """The first ones besides them."""
 
-    def checked(self) -> "Seen":
+    def checked(self) -> "DraftWindow":
         """The same; raises ValueError for what there cannot be."""
         if self.window is None and self.sinks:
             raise ValueError(f"sinks={self.sinks} need a window; without one all entries are seen")

@@ -19,7 +19,7 @@ from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.decoding.batch_invariant import check_tree, serves_tree
 from longspec_jax.drafters.base import Drafter, NoDraft
 from longspec_jax.drafters.draft import DefaultTrees, with_tree
-from longspec_jax.drafters.retrieval.hierarchy import Hierarchy, on_one_level
+from longspec_jax.drafters.retrieval.hierarchy import PartialVerifier, on_one_level
 from longspec_jax.generation.models import Models
 
 SEVERAL = 4
@@ -47,7 +47,7 @@ def candidates(drafters: Sequence[Drafter]) -> tuple[Drafter, ...]:
     if len(own) == 1:
         [alone] = own
         own.insert(0, with_tree(alone, smaller_tree(alone.tree)))
-        if isinstance(alone, Hierarchy) and alone.levels:
+        if isinstance(alone, PartialVerifier) and alone.levels:
             own.append(with_tree(alone, on_one_level(alone.inner.tree)))
     own.sort(key=lambda drafter: drafter.tree.num_nodes)
     return tuple(dict.fromkeys([with_tree(own[0], PLAIN), *own]))
@@ -93,7 +93,9 @@ def _small_tree(drafter: Drafter) -> TreeConfig | None:
     tree = drafter.tree
     if tree.num_nodes <= SMALL:
         return None
-    return smaller_tree(tree) if isinstance(drafter, Hierarchy) else replace(tree, budget=SMALL)
+    return (
+        smaller_tree(tree) if isinstance(drafter, PartialVerifier) else replace(tree, budget=SMALL)
+    )
 
 
 def drafters_for(

@@ -154,7 +154,7 @@ def _divergence(
     # The first token is drawn from the prefill, which both share and which keeps no logits. Where
     # rows waited for slots, the cache of this one is another's by now; and rings and states are
     # those of the text's end.
-    kept = index > 0 and not run.plan.waits and not run.plan.target.keeps_ends
+    kept = index > 0 and not run.plan.waits and not run.plan.target.has_bounded_layers
     if kept and plain is not None and other is not None:
         emitted = [row.tokens[:index] for row in run.rows]
         gap = score_gap(run, emitted, row, (plain, other))

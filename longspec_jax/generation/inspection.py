@@ -149,7 +149,7 @@ def _draft(
     """The tree of a round, and the rows whose drafter has looked at the cache."""
     with use_mesh(target.mesh):
         noise = round_lib.sampling_noise(target, drafter, rows)
-        rows = round_lib.look_at_cache(target, drafter, params, rows)
+        rows = round_lib.refresh_selection(target, drafter, params, rows)
         return rows, round_lib.propose_tree(target, drafter, params, rows, noise), noise
 
 
@@ -174,7 +174,7 @@ def _commit(
 ) -> tuple[Rows, Emitted]:
     """The rows after the round."""
     with use_mesh(target.mesh):
-        return round_lib.conclude(target, drafter, params, rows, tree, verified, draws)
+        return round_lib.accept_and_commit(target, drafter, params, rows, tree, verified, draws)
 
 
 def _seen(plan: Plan, rows: Rows) -> dict[str, Array]:

@@ -25,7 +25,7 @@ from longspec_jax.decoding import warmup
 from longspec_jax.decoding.cache import cache_bytes
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.inflight import launch_sizes
-from longspec_jax.decoding.jit_cache import RECENT
+from longspec_jax.decoding.jit_cache import PROGRAMS
 from longspec_jax.decoding.prefill import most_reusable
 from longspec_jax.decoding.prefixes import MOST_MOVING
 from longspec_jax.decoding.report import Contents
@@ -247,9 +247,9 @@ class RequestEngine(TextEngine):
             for options in (short, sampled, any_other)
         ]
         # None is let go before all are there.
-        with RECENT.limited(sys.maxsize), RECENT.noted() as used:
+        with PROGRAMS.limited(sys.maxsize), PROGRAMS.noted() as used:
             self._prepare(requests)
-        RECENT.pin(used)
+        PROGRAMS.pin(used)
         self._pinned = used
         engine.forget()
 
@@ -274,7 +274,7 @@ class RequestEngine(TextEngine):
     def close(self) -> None:
         """Let go of all arrays."""
         self.engine.close()
-        RECENT.unpin(self._pinned)
+        PROGRAMS.unpin(self._pinned)
         self._pinned = set()
 
     def __enter__(self) -> "RequestEngine":

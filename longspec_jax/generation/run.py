@@ -33,7 +33,7 @@ from longspec_jax.generation.text import Piece, RequestOutput, TextEngine, conti
 from longspec_jax.generation.warm import WarmShapes
 
 
-class Known(NamedTuple):
+class CallCache(NamedTuple):
     """What a loaded model's earlier calls have shown; kept up by every call."""
 
     warm: WarmShapes
@@ -84,7 +84,7 @@ class Run(TextEngine):
 
     plan: Plan
     batch: Batch
-    known: Known
+    known: CallCache
     streams: bool
     """Whether text is read as tokens come; else after the last one."""
     on_activity: OnActivity
@@ -222,7 +222,7 @@ class Run(TextEngine):
 def start(
     plan: Plan,
     batch: Batch,
-    known: Known,
+    known: CallCache,
     *,
     streams: bool,
     on_activity: OnActivity | None,

@@ -16,7 +16,7 @@ import numpy as np
 
 from longspec_jax.decoding import warmup
 from longspec_jax.decoding.chooser import Choice
-from longspec_jax.decoding.jit_cache import RECENT, compile_side_by_side
+from longspec_jax.decoding.jit_cache import PROGRAMS, compile_side_by_side
 from longspec_jax.decoding.round import weighs_trees
 from longspec_jax.decoding.warmup import RoundTimes
 from longspec_jax.generation.activity import Compiling, OnActivity
@@ -104,16 +104,16 @@ class WarmShapes:
         """
         signature = plan.signature
         used = self._programs.get((streams, rounds, signature))
-        if used is not None and RECENT.renew(used):
+        if used is not None and PROGRAMS.renew(used):
             return 0.0, self._times.get(signature, RoundTimes())
         on_activity(Compiling())
         start = time.perf_counter()
         plan.runners.clear()  # What they found before is not noted again.
-        with RECENT.noted() as used:
+        with PROGRAMS.noted() as used:
             times = rehearse(plan, streams, rounds)
         seconds = time.perf_counter() - start
         with self._lock:
-            kept = {old: its for old, its in self._programs.items() if RECENT.keeps(its)}
+            kept = {old: its for old, its in self._programs.items() if PROGRAMS.keeps(its)}
             self._programs = {**kept, (streams, rounds, signature): used}
             # Of shapes whose programs were let go nothing is remembered.
             known = {signature for *_, signature in self._programs} & self._times.keys()

@@ -21,7 +21,7 @@ from infer.serve import command
 from longspec_jax import TreeConfig
 from longspec_jax.config.tree import DEFAULT_TREE
 from longspec_jax.decoding.target import Verification
-from longspec_jax.drafters.tree import accept, grow, plant
+from longspec_jax.drafters.tree import accept, add_level, root_tree
 from longspec_jax.generation.result import TreeUse
 from tests.infer.toys import toy_spec
 from tests.serve.kit import ScriptedEngine, serving
@@ -121,9 +121,9 @@ def test_times_of_tokens() -> None:
 def test_the_target_agrees_as_often_as_is_drawn_along_a_path_that_the_tree_has() -> None:
     """At 4,000 positions; a node without a path to the root is never taken."""
     shape, rows = TreeConfig((2, 2)), 4000
-    tree = plant(jnp.full(rows, 7), shape)
-    tree = grow(tree, 1, jnp.tile(jnp.asarray([[3, 4]]), (rows, 1)), jnp.zeros((rows, 2), int))
-    tree = grow(tree, 3, jnp.tile(jnp.asarray([[5, 6]]), (rows, 1)), jnp.full((rows, 2), 2))
+    tree = root_tree(jnp.full(rows, 7), shape)
+    tree = add_level(tree, 1, jnp.tile(jnp.asarray([[3, 4]]), (rows, 1)), jnp.zeros((rows, 2), int))
+    tree = add_level(tree, 3, jnp.tile(jnp.asarray([[5, 6]]), (rows, 1)), jnp.full((rows, 2), 2))
     # Node 3 has lost its path; node 4, below node 2, is the only one of the second level.
     lost = jnp.arange(5) == 3
     mask = jnp.where(lost[:, None], jnp.eye(5, dtype=bool), tree.mask)

@@ -16,7 +16,7 @@ from longspec_jax.decoding.slots import StepOutput
 from longspec_jax.drafters.base import Drafter, NoDraft, Params
 from longspec_jax.drafters.longspec import DraftConfig, LongSpecDrafter
 from longspec_jax.drafters.ngram import NgramDrafter
-from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
+from longspec_jax.drafters.retrieval.hierarchy import PartialVerifier
 from longspec_jax.drafters.retrieval.selection import SinksAndRecent
 from longspec_jax.drafters.small_lm import SmallLMDrafter
 from longspec_jax.drafters.streaming import StreamingDrafter
@@ -163,5 +163,5 @@ KINDS = {
     "longspec": (LongSpecDrafter(DRAFT, SMALL_TREE), draft_params(random_draft(DRAFT), TABLES)),
     "ngram": (NgramDrafter(TreeConfig((2, 2))), ()),
     "small_lm": (SmallLMDrafter(SMALL, SMALL_TREE), random_target(SMALL, seed=3)),
-    "hierarchy": (Hierarchy(STREAMING, SinksAndRecent(2, 6), TreeConfig((1, 1, 1, 1))), ()),
+    "hierarchy": (PartialVerifier(STREAMING, SinksAndRecent(2, 6), TreeConfig((1, 1, 1, 1))), ()),
 }

@@ -23,7 +23,7 @@ from longspec_jax.drafters.eagle3 import Eagle3Drafter
 from longspec_jax.drafters.longspec import DraftConfig, LongSpecDrafter
 from longspec_jax.drafters.parallel import ParallelDrafter, ParallelParams
 from longspec_jax.drafters.peagle import PEagleDrafter
-from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
+from longspec_jax.drafters.retrieval.hierarchy import PartialVerifier
 from longspec_jax.drafters.retrieval.selection import AttentionRetriever, Quest, SinksAndRecent
 from longspec_jax.drafters.retrieval.working_cache import WorkingCache
 from longspec_jax.drafters.small_lm import SmallLMDrafter
@@ -108,9 +108,9 @@ TREE = TreeConfig((3, 2))
 CHAIN = TreeConfig((1,) * 3)
 STREAMING = StreamingDrafter(TreeConfig((2, 1)), SinksAndRecent(3, 64))
 SOME = BlockBudget(128, 8, 16, 8)
-HIERARCHY = Hierarchy(STREAMING, SinksAndRecent(3, 128), CHAIN)
-QUEST = Hierarchy(STREAMING, Quest(CONFIG, SOME), CHAIN)
-ATTENDED = Hierarchy(STREAMING, AttentionRetriever(CONFIG, SOME), CHAIN)
+HIERARCHY = PartialVerifier(STREAMING, SinksAndRecent(3, 128), CHAIN)
+QUEST = PartialVerifier(STREAMING, Quest(CONFIG, SOME), CHAIN)
+ATTENDED = PartialVerifier(STREAMING, AttentionRetriever(CONFIG, SOME), CHAIN)
 WORKING = WorkingCache(BlockBudget(64, 8, 16, 8), 4, CONFIG)
 LOOKING = LongSpecDrafter(DRAFT, TREE, working=WORKING)
 SIZES: dict[str, Any] = dict(num_kv_heads=2, head_width=CONFIG.head_width)
@@ -173,7 +173,7 @@ def test_no_cache_sized_copy(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize(
-    "drafter", [STREAMING, Hierarchy(STREAMING)], ids=["streaming", "hierarchy"]
+    "drafter", [STREAMING, PartialVerifier(STREAMING)], ids=["streaming", "hierarchy"]
 )
 def test_partial_passes_with_the_kernels_copy_nothing(drafter: Drafter, batch: int) -> None:
     config = tiny_target_config(num_heads=6, head_width=64, dtype="bfloat16")

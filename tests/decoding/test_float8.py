@@ -15,7 +15,7 @@ from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import NoDraft, Params
 from longspec_jax.drafters.longspec import LongSpecDrafter
 from longspec_jax.drafters.ngram import NgramDrafter
-from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
+from longspec_jax.drafters.retrieval.hierarchy import PartialVerifier
 from longspec_jax.drafters.retrieval.selection import AttentionRetriever, Quest
 from longspec_jax.drafters.retrieval.working_cache import WorkingCache
 from longspec_jax.drafters.small_lm import SmallLMDrafter
@@ -55,9 +55,9 @@ ROUNDED = {
 }
 
 
-def quest(config: Any) -> Hierarchy:
+def quest(config: Any) -> PartialVerifier:
     inner = LongSpecDrafter(DRAFT, TreeConfig((3, 2)))
-    return Hierarchy(inner, Quest(config, SOME), TreeConfig((1,) * 7))
+    return PartialVerifier(inner, Quest(config, SOME), TreeConfig((1,) * 7))
 
 
 def working(config: Any) -> LongSpecDrafter:
@@ -82,7 +82,7 @@ def test_speculation_changes_no_token(config: Any) -> None:
 
 PARTIAL = {
     "quest": quest,
-    "attention": lambda config: Hierarchy(
+    "attention": lambda config: PartialVerifier(
         StreamingDrafter(TreeConfig((2,)), SHORT),
         AttentionRetriever(config, SOME),
         TreeConfig((1,) * 5),

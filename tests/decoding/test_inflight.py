@@ -214,7 +214,7 @@ def clocked(
 
     launch_by(engine, timed)
     launches = engine._launches
-    land = launches.land
+    wait = launches.wait
 
     def landed() -> list[StepOutput]:
         oldest = launches.unread[0]
@@ -224,9 +224,9 @@ def clocked(
         done = Future()
         done.set_result((output, arrived))
         launches.unread[0] = oldest._replace(landing=done)
-        return land()
+        return wait()
 
-    launches.land = landed  # type: ignore[method-assign]
+    launches.wait = landed  # type: ignore[method-assign]
     while engine.busy:
         engine.step()
         now[0] += hold

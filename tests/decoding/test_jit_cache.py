@@ -12,7 +12,7 @@ import pytest
 from longspec_jax import PLAIN
 from longspec_jax.decoding import jit_cache
 from longspec_jax.decoding import prefill as prefill_lib
-from longspec_jax.decoding.jit_cache import RECENT, Program, Recent, program
+from longspec_jax.decoding.jit_cache import LRU, PROGRAMS, Program, program
 from longspec_jax.decoding.round import many_rounds
 from tests.footprint import Footprint
 from tests.infer.toys import toy_spec
@@ -20,7 +20,7 @@ from tests.kit import compilations
 
 
 def test_the_least_recently_used_entry_drops_out() -> None:
-    recent = Recent(2)
+    recent = LRU(2)
     made = []
     for key in "abacab":
         recent.get(key, partial(made.append, key))
@@ -29,7 +29,7 @@ def test_the_least_recently_used_entry_drops_out() -> None:
 
 
 def test_keys_are_noted_and_the_limit_lowered_for_a_while() -> None:
-    recent = Recent(3)
+    recent = LRU(3)
     recent.get("a", str)
     with recent.noted() as used:
         recent.get("b", str)
@@ -104,7 +104,7 @@ def test_products_of_small_programs_are_not_timed_on_a_gpu(monkeypatch: pytest.M
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mappings are read from /proc")
 def test_mappings_stay_bounded_and_results_right() -> None:
     ours = made()
-    with RECENT.limited(4):
+    with PROGRAMS.limited(4):
         for size in range(1, 5):
             ours(2, *inputs(size))
         before = Footprint.now().mappings
@@ -120,7 +120,7 @@ def test_calls_whose_programs_were_let_go_are_warmed_again_and_say_the_same() ->
     # The toy of the usual window has plans of other tests.
     spec, counted = toy_spec(38), (prefill_lib._prefill_chunk, prefill_lib._start, many_rounds)
     options = dict(max_new_tokens=9, tree=PLAIN, eos_token_id=[])
-    with RECENT.limited(4):
+    with PROGRAMS.limited(4):
         first, again, other, back = (
             spec.generate([[1, 2, 3]] * rows, **options) for rows in (1, 1, 2, 1)
         )

@@ -24,7 +24,7 @@ from longspec_jax.drafters.joined import Joined
 from longspec_jax.drafters.longspec import LongSpecDrafter
 from longspec_jax.drafters.ngram import NgramDrafter
 from longspec_jax.drafters.peagle import PEagleDrafter
-from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
+from longspec_jax.drafters.retrieval.hierarchy import PartialVerifier
 from longspec_jax.drafters.retrieval.selection import Quest, SinksAndRecent
 from longspec_jax.drafters.streaming import StreamingDrafter
 from longspec_jax.ops.placement import tree_bytes
@@ -74,8 +74,8 @@ def narrow(family: Family) -> LongSpecDrafter:
     return LongSpecDrafter(family.draft, TreeConfig((3, 2)))
 
 
-def blocks(family: Family) -> Hierarchy:
-    return Hierarchy(narrow(family), Quest(family.config, SOME), TreeConfig((1,) * 7))
+def blocks(family: Family) -> PartialVerifier:
+    return PartialVerifier(narrow(family), Quest(family.config, SOME), TreeConfig((1,) * 7))
 
 
 PAIR = TreeConfig((1, 1))
@@ -88,7 +88,7 @@ DRAFTERS = {
     "blocks beside states": (RECURRENT, blocks(RECURRENT)),
     "a tree behind a chain beside states": (
         RECURRENT,
-        Hierarchy(narrow(RECURRENT), SinksAndRecent(4, 16), BEHIND_A_CHAIN),
+        PartialVerifier(narrow(RECURRENT), SinksAndRecent(4, 16), BEHIND_A_CHAIN),
     ),
     "a tree deeper than the window beside sinks": (GPT_OSS, GPT_OSS.longspec),
     "blocks beside sinks": (GPT_OSS, blocks(GPT_OSS)),

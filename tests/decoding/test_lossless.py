@@ -20,7 +20,7 @@ from longspec_jax.drafters.base import Drafter, Needs, NoDraft, Params
 from longspec_jax.drafters.joined import Joined
 from longspec_jax.drafters.longspec import DraftConfig, LongSpecDrafter
 from longspec_jax.drafters.ngram import NgramDrafter
-from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
+from longspec_jax.drafters.retrieval.hierarchy import PartialVerifier
 from longspec_jax.drafters.retrieval.selection import AttentionRetriever, Quest
 from longspec_jax.drafters.small_lm import SmallLMDrafter
 from longspec_jax.drafters.streaming import StreamingDrafter
@@ -146,7 +146,7 @@ def test_launches_of_one_round_and_of_many_agree() -> None:
     "drafter",
     [
         StreamingDrafter(TreeConfig((3, 4, 2), budget=6), SHORT),
-        Hierarchy(LookupDrafter(TreeConfig((2, 3), budget=4)), SHORT, TreeConfig((1,) * 6)),
+        PartialVerifier(LookupDrafter(TreeConfig((2, 3), budget=4)), SHORT, TreeConfig((1,) * 6)),
     ],
     ids=["streaming", "hierarchy"],
 )
@@ -201,21 +201,21 @@ FEW = BlockBudget(slots=6, sinks=0, recent=2, block=2)
 SOME = BlockBudget(slots=20, sinks=4, recent=8, block=4)
 NARROW = LongSpecDrafter(DRAFT, TreeConfig((3, 2)))
 RETRIEVED = {
-    "quest-longspec": Hierarchy(NARROW, Quest(CONFIG, SOME), TreeConfig((1,) * 7)),
-    "quest-ngram": Hierarchy(
+    "quest-longspec": PartialVerifier(NARROW, Quest(CONFIG, SOME), TreeConfig((1,) * 7)),
+    "quest-ngram": PartialVerifier(
         NgramDrafter(TreeConfig((2, 2))), Quest(CONFIG, FEW, queries=2), TREES[1]
     ),
-    "attention-streaming": Hierarchy(
+    "attention-streaming": PartialVerifier(
         StreamingDrafter(TreeConfig((2,)), SHORT),
         AttentionRetriever(CONFIG, SOME),
         TreeConfig((1,) * 5),
     ),
-    "quest-end": Hierarchy(NARROW, Quest(CONFIG, FEW), TreeConfig.parse("chain:4/3,4,2@10")),
+    "quest-end": PartialVerifier(NARROW, Quest(CONFIG, FEW), TreeConfig.parse("chain:4/3,4,2@10")),
 }
 """Budgets that are no power of two, chains that are no whole number of rounds."""
 PARTIAL = {
     "streaming": StreamingDrafter(TreeConfig((3, 2)), SHORT),
-    "hierarchy": Hierarchy(NARROW, SHORT, TreeConfig((1,) * 6)),
+    "hierarchy": PartialVerifier(NARROW, SHORT, TreeConfig((1,) * 6)),
     **RETRIEVED,
 }
 
@@ -249,10 +249,10 @@ def test_a_cache_in_the_hosts_memory_changes_no_token(name: str) -> None:
     assert kinds == ["pinned_host", "device"] * 2
 
 
-def lossy(budget: BlockBudget, tree: str) -> Hierarchy:
+def lossy(budget: BlockBudget, tree: str) -> PartialVerifier:
     """Published partial verification, of the target's own chains."""
     inner = StreamingDrafter(TreeConfig((1,)), SHORT)
-    return Hierarchy(inner, Quest(CONFIG, budget), TreeConfig.parse(tree), verify_all=False)
+    return PartialVerifier(inner, Quest(CONFIG, budget), TreeConfig.parse(tree), verify_all=False)
 
 
 @pytest.mark.parametrize("tree", in_tiers(["chain:6", "chain:6/2,2@9"], "chain:6"))
@@ -521,7 +521,7 @@ def test_joined_drafters_of_a_transformer_change_no_token(requests: str) -> None
 
 @pytest.mark.full
 def test_joined_drafters_inside_partial_verification_change_no_token() -> None:
-    drafter = Hierarchy(joined(TreeConfig.parse("3,2@6~3")), SHORT, TreeConfig((1,) * 6))
+    drafter = PartialVerifier(joined(TreeConfig.parse("3,2@6~3")), SHORT, TreeConfig((1,) * 6))
     REPEATING.drafted(drafter, BOTH, EVERY[:1])
 
 

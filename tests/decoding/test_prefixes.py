@@ -15,7 +15,7 @@ from longspec_jax.decoding.rows import RowShardings
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import NOTHING, Needs, NoDraft, Params
 from longspec_jax.drafters.eagle3 import Eagle3Drafter
-from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
+from longspec_jax.drafters.retrieval.hierarchy import PartialVerifier
 from longspec_jax.drafters.retrieval.selection import Quest
 from longspec_jax.ops.selection.blocks import BlockBudget
 from longspec_jax.sharding import make_mesh, param_shardings
@@ -103,7 +103,9 @@ def test_what_a_draft_needs_bounds_what_is_reused() -> None:
     reusable = [most_reusable(NOTHING, length, 8) for length in (1, 8, 9, 16, 17)]
     assert reusable == [0, 0, 1, 1, 2]
     assert most_reusable(Needs(), 33, 8) == 4, "tokens alone are known"
-    quest = Hierarchy(STREAMING, Quest(CONFIG, BlockBudget(32, 8, 8, 8)), TreeConfig((1, 1, 1, 1)))
+    quest = PartialVerifier(
+        STREAMING, Quest(CONFIG, BlockBudget(32, 8, 8, 8)), TreeConfig((1, 1, 1, 1))
+    )
     assert most_reusable(quest.needs, 33, 8) == 0, "summaries of all keys"
     assert [most_reusable(Needs(hidden=(0,), recent=n), 33, 8) for n in (0, 1, 2, 9, 10, 99)] == [
         *(4, 4, 3, 3, 2, 0)

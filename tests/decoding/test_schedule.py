@@ -17,7 +17,7 @@ from longspec_jax.decoding.slots import StepOutput
 from longspec_jax.decoding.warmup import largest_chunk, smaller_chunks
 from longspec_jax.drafters.base import NoDraft, Params
 from longspec_jax.drafters.ngram import NgramDrafter
-from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
+from longspec_jax.drafters.retrieval.hierarchy import PartialVerifier
 from longspec_jax.drafters.streaming import StreamingDrafter
 from longspec_jax.generation.candidates import candidates_by_load
 from tests.decoding.engines import (
@@ -300,7 +300,7 @@ def test_candidates_by_load_are_none_a_small_tree_and_the_default_one() -> None:
         "ngram 8,8,8,8@20",
         "lookup 8,8,8,8",
     ]
-    chain = Hierarchy(StreamingDrafter(TreeConfig((1,))), tree=TreeConfig((1,) * 20))
+    chain = PartialVerifier(StreamingDrafter(TreeConfig((1,))), tree=TreeConfig((1,) * 20))
     by_load = [str(each.tree) for each in candidates_by_load([chain])]
     assert by_load == ["none", "chain:10", "chain:20"]
 

@@ -22,7 +22,7 @@ from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.drafters.longspec import DraftConfig, LongSpecDrafter
-from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
+from longspec_jax.drafters.retrieval.hierarchy import PartialVerifier
 from longspec_jax.drafters.retrieval.selection import SinksAndRecent
 from longspec_jax.drafters.retrieval.working_cache import WorkingCache
 from longspec_jax.drafters.streaming import StreamingDrafter
@@ -77,7 +77,7 @@ def chosen_chunks(attention: str | None) -> Drafter:
 def partial_passes(attention: str | None) -> Drafter:
     """The target over spans of all layers' caches, after a chain and a tree."""
     inner = StreamingDrafter(TreeConfig((1,)), SinksAndRecent(1, 2))
-    return Hierarchy(inner, SinksAndRecent(2, 3), TreeConfig((1,) * 6))
+    return PartialVerifier(inner, SinksAndRecent(2, 3), TreeConfig((1,) * 6))
 
 
 def target_beside(params: Any, attention: str | None = None) -> TargetModel:

@@ -11,13 +11,13 @@ from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.ngram import NgramDrafter
 from longspec_jax.drafters.tree import (
     Tree,
-    at_end,
+    add_level,
     beam_search,
     best_nodes,
-    branch,
-    grow,
+    hang_at_end,
     node_depths,
-    plant,
+    root_tree,
+    single_branch,
     subtree,
     within_budget,
 )
@@ -30,11 +30,11 @@ def test_a_tree_hangs_where_its_row_s_chain_ends() -> None:
 
     @jax.jit
     def by_hand() -> Tree:
-        chain = branch(jnp.full(3, 7), jnp.array([[1, 2]] * 3))
-        end = plant(jnp.full(3, 9), TreeConfig((2, 1)))
-        end = grow(end, 1, jnp.array([[3, 4]] * 3), jnp.zeros((3, 2), int))
-        end = grow(end, 3, jnp.full((3, 1), 5), jnp.full((3, 1), 2))
-        return at_end(chain, jnp.array([2, 1, 3]), end)
+        chain = single_branch(jnp.full(3, 7), jnp.array([[1, 2]] * 3))
+        end = root_tree(jnp.full(3, 9), TreeConfig((2, 1)))
+        end = add_level(end, 1, jnp.array([[3, 4]] * 3), jnp.zeros((3, 2), int))
+        end = add_level(end, 3, jnp.full((3, 1), 5), jnp.full((3, 1), 2))
+        return hang_at_end(chain, jnp.array([2, 1, 3]), end)
 
     tree = by_hand()
     np.testing.assert_array_equal(tree.tokens, [[7, 1, 2, 3, 4, 5]] * 3)
@@ -60,14 +60,14 @@ def grown(
 ) -> tuple[Tree, list[jax.Array], jax.Array]:
     """A tree by beam search over ``noise[level, B, w, V]``: itself, its totals, its scores."""
     batch = noise.shape[1]
-    tree = plant(jnp.full((batch,), 6), TreeConfig(widths))
+    tree = root_tree(jnp.full((batch,), 6), TreeConfig(widths))
     total, totals = jnp.zeros((batch, 1)), []
     first, width = 0, 1
     for level, children in enumerate(widths):
         scores = total[:, :, None] + noise[level, :, :width]
         total, best = jax.lax.top_k(scores.reshape(batch, -1), children)
         parents, tokens = best // VOCABULARY, best % VOCABULARY
-        tree = grow(tree, first + width, tokens, first + parents)
+        tree = add_level(tree, first + width, tokens, first + parents)
         totals.append(total)
         first, width = first + width, children
     return tree, totals, jnp.concatenate([jnp.zeros((batch, 1)), *totals], axis=1)

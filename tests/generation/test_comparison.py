@@ -13,7 +13,7 @@ from tests.kit import each_row
 def test_a_gap_is_a_number_or_none(other, gap, monkeypatch) -> None:
     """Filters leave tokens out by a score of minus infinity."""
     monkeypatch.setattr(comparison, "_scores", lambda *args: jnp.asarray([[2.0, other]]))
-    target = SimpleNamespace(keeps_ends=False)
+    target = SimpleNamespace(has_bounded_layers=False)
     plan = SimpleNamespace(waits=False, target=target, params=None)
     request = SimpleNamespace(adjustments=None, sampling=None)
     batch = SimpleNamespace(prompts=((3, 4),), request=request)

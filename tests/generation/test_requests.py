@@ -14,7 +14,7 @@ from longspec_jax import GenerateResult, LongSpec, TreeConfig
 from longspec_jax.checks import Refused
 from longspec_jax.config import serving
 from longspec_jax.config.tree import PLAIN
-from longspec_jax.decoding.jit_cache import RECENT
+from longspec_jax.decoding.jit_cache import PROGRAMS
 from longspec_jax.decoding.slots import EngineStatus
 from longspec_jax.generation import inputs as inputs_lib
 from longspec_jax.generation import requests as requests_lib
@@ -205,7 +205,7 @@ def test_what_was_prepared_serves_everything_without_compiling_in_the_same_memor
         assert 0 < status.host_bytes <= 1 << 18
         assert all(use.rounds for use in engine.trees)
         # Whatever else this process compiles, the engine's programs stay.
-        with RECENT.limited(0):
+        with PROGRAMS.limited(0):
             pass
         adjusted = {"logit_bias": {3: 1.0}, "presence_penalty": 0.5, "repetition_penalty": 1.2}
         scored = {"logprobs": 2, "prompt_logprobs": True, "min_p": 0.1, "temperature": 1.0}

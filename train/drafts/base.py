@@ -30,7 +30,7 @@ from ..views import Reads
 
 
 @dataclass(frozen=True, eq=False)
-class Given:
+class TrainContext:
     """What a draft is begun with."""
 
     target: TargetConfig
@@ -47,7 +47,7 @@ class Given:
     does not call it costs no pass over the data."""
 
 
-class Begun(NamedTuple):
+class InitialDraft(NamedTuple):
     """A draft before its first step."""
 
     trainer: "DraftTrainer"

@@ -32,7 +32,7 @@ from ..losses import cross_entropy_sum, distillation_sums
 from ..step import Batch, cast
 from ..target import TargetView, plain_positions, recomputing
 from ..views import Reads, target_view
-from .base import Begun, Given, refuse_offsets
+from .base import InitialDraft, TrainContext, refuse_offsets
 from .block_attention import block_attention
 from .blocks import drawn_anchors, even_anchors, places, slot_hits, slot_weights
 from .kinds import DFlashSettings
@@ -235,7 +235,7 @@ class DFlashTrainer:
         save_draft(folder, self.draft, draft)
 
 
-def begin(settings: DFlashSettings, given: Given) -> Begun:
+def begin(settings: DFlashSettings, given: TrainContext) -> InitialDraft:
     """A fresh draft, or the one that the settings name.
 
     Raises:
@@ -250,7 +250,7 @@ def begin(settings: DFlashSettings, given: Given) -> Begun:
         draft = fresh_config(settings, given.target)
     trunk = replace(draft.trunk, dtype=given.dtype, max_positions=longest)
     trainer = DFlashTrainer(given.target, replace(draft, trunk=trunk), settings)
-    return Begun(trainer, given.params, params)
+    return InitialDraft(trainer, given.params, params)
 
 
 def fresh_config(settings: DFlashSettings, target: TargetConfig) -> DFlashConfig:
@@ -303,7 +303,7 @@ def fresh_config(settings: DFlashSettings, target: TargetConfig) -> DFlashConfig
     return config
 
 
-def _loaded(source: str, given: Given) -> tuple[DFlashConfig, PyTree]:
+def _loaded(source: str, given: TrainContext) -> tuple[DFlashConfig, PyTree]:
     """The draft to start from: its shape and parameters.
 
     Raises:

@@ -45,7 +45,7 @@ from ..losses import ChunkLoss, chunked_loss, next_token_labels, surprise_of
 from ..step import Batch, cast
 from ..target import TargetView, is_costly, plain_positions
 from ..views import Reads, target_view
-from .base import Begun, Given, refuse_offsets
+from .base import InitialDraft, TrainContext, refuse_offsets
 from .kinds import Eagle3Settings
 from .own_keys import attention_with_own
 
@@ -310,7 +310,7 @@ class Eagle3Trainer:
         save_draft(folder, self.draft, draft)
 
 
-def begin(settings: Eagle3Settings, given: Given) -> Begun:
+def begin(settings: Eagle3Settings, given: TrainContext) -> InitialDraft:
     """A fresh draft, or the one that the settings name.
 
     A fresh draft's LM head begins as the target's rows of the tokens that it can propose.
@@ -332,7 +332,7 @@ def begin(settings: Eagle3Settings, given: Given) -> Begun:
         start, rows = {"head": head_of(given.params)}, vocabulary
     draft = replace(draft, dtype=given.dtype)
     trainer = Eagle3Trainer(given.target, draft, settings, vocabulary)
-    return Begun(trainer, _frozen(given, vocabulary), _placed(draft, start, rows, given))
+    return InitialDraft(trainer, _frozen(given, vocabulary), _placed(draft, start, rows, given))
 
 
 def fresh_config(settings: Eagle3Settings, target: TargetConfig, longest: int) -> Eagle3Config:
@@ -379,7 +379,7 @@ def fresh_config(settings: Eagle3Settings, target: TargetConfig, longest: int) -
     return config
 
 
-def _loaded(source: str, given: Given) -> tuple[Eagle3Config, Eagle3Params]:
+def _loaded(source: str, given: TrainContext) -> tuple[Eagle3Config, Eagle3Params]:
     """The draft to start from: its shape and its parameters."""
     config, params = load_draft(source, Target(given.target, given.params), mesh=given.mesh)
     if params.own_embedding:
@@ -395,7 +395,9 @@ def _loaded(source: str, given: Given) -> tuple[Eagle3Config, Eagle3Params]:
     return config, params
 
 
-def _placed(draft: Eagle3Config, start: PyTree, rows: np.ndarray | None, given: Given) -> PyTree:
+def _placed(
+    draft: Eagle3Config, start: PyTree, rows: np.ndarray | None, given: TrainContext
+) -> PyTree:
     """Parameters to start from in float32, spread over the mesh.
 
     A fresh layer is made where ``start`` has the LM head alone, of which ``rows`` are taken.
@@ -411,7 +413,7 @@ def _placed(draft: Eagle3Config, start: PyTree, rows: np.ndarray | None, given: 
     return jax.jit(made, out_shardings=param_shardings(given.mesh, shapes))(start)
 
 
-def _frozen(given: Given, vocabulary: np.ndarray | None) -> Frozen:
+def _frozen(given: TrainContext, vocabulary: np.ndarray | None) -> Frozen:
     if vocabulary is None:
         return Frozen(given.params, None, None)
     places = np.full(given.target.vocab_size, -1, np.int32)

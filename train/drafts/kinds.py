@@ -14,7 +14,7 @@ from longspec_jax.checks import Whole
 from ..config import AtLeastOne, DraftSettings, LayerNumbers, Positive, Share, ZeroOrMore
 
 if TYPE_CHECKING:
-    from .base import Begun, Given
+    from .base import InitialDraft, TrainContext
 
 MOST_STEPS = 32
 
@@ -130,7 +130,7 @@ class Kind:
     module: str
     """Its module here that has ``begin``, which only training itself imports, and jax with it."""
 
-    def begin(self, settings: DraftSettings, given: "Given") -> "Begun":
+    def begin(self, settings: DraftSettings, given: "TrainContext") -> "InitialDraft":
         """A draft before its first step.
 
         Args:

@@ -39,7 +39,7 @@ from ..losses import cross_entropy_sum, distillation_sums, next_token_labels
 from ..step import Batch, cast
 from ..target import TargetView, drawn_positions, plain_positions, recomputing, run_target
 from ..views import Reads, target_view
-from .base import Begun, Given
+from .base import InitialDraft, TrainContext
 from .kinds import LongSpecSettings
 
 
@@ -235,10 +235,10 @@ class LongSpecTrainer:
         save_draft(folder, self.draft, params, target=self.target)
 
 
-def begin(settings: LongSpecSettings, given: Given) -> Begun:
+def begin(settings: LongSpecSettings, given: TrainContext) -> InitialDraft:
     """A fresh draft, or the one that the settings name, which must fit the target."""
     draft, params = DraftConfig.for_target(given.target), None
     if settings.init:
         draft, params = load_draft(settings.init, given.target, dtype="float32", mesh=given.mesh)
     draft = replace(draft, dtype=given.dtype, window=settings.window)
-    return Begun(LongSpecTrainer(given.target, draft, settings), given.params, params)
+    return InitialDraft(LongSpecTrainer(given.target, draft, settings), given.params, params)

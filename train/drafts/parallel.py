@@ -37,7 +37,7 @@ from ..losses import ChunkLoss, Products, chunked_loss, surprise_of
 from ..step import Batch, cast
 from ..target import TargetView, drawn_positions, plain_positions, recomputing
 from ..views import Reads, target_view
-from .base import Begun, Given
+from .base import InitialDraft, TrainContext
 from .block_attention import block_attention
 from .blocks import drawn_anchors, even_anchors, places, slot_hits, slot_weights
 from .kinds import ParallelSettings
@@ -298,7 +298,7 @@ class ParallelTrainer:
         save_draft(folder, self.draft, params, target=self.target)
 
 
-def begin(settings: ParallelSettings, given: Given) -> Begun:
+def begin(settings: ParallelSettings, given: TrainContext) -> InitialDraft:
     """A fresh draft, or one that begins with what the settings name.
 
     That is a parallel draft of the same shape, or a LongSpec draft, whose layer becomes the first.
@@ -319,7 +319,7 @@ def begin(settings: ParallelSettings, given: Given) -> Begun:
         draft = replace(draft, layer=layer)
         if first is not None:
             params = _begun_from(ParallelObjective(target, draft, settings, 0, 1), first, given)
-    return Begun(ParallelTrainer(target, draft, settings), given.params, params)
+    return InitialDraft(ParallelTrainer(target, draft, settings), given.params, params)
 
 
 def _check_shape(settings: ParallelSettings, found: ParallelConfig) -> None:
@@ -333,7 +333,7 @@ def _check_shape(settings: ParallelSettings, found: ParallelConfig) -> None:
             )
 
 
-def _begun_from(objective: ParallelObjective, first: PyTree, given: Given) -> PyTree:
+def _begun_from(objective: ParallelObjective, first: PyTree, given: TrainContext) -> PyTree:
     """Fresh parameters after a LongSpec draft's layer."""
     params = objective.initialize(jax.random.key(given.seed))
     # The LM head reads that layer without a norm: ours begins with the size that the head expects.

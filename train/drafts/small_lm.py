@@ -27,7 +27,7 @@ from ..losses import distillation_sums, next_token_labels
 from ..step import Batch
 from ..target import TargetObjective, plain_positions, run_target
 from ..views import Reads, target_view
-from .base import Begun, Given, refuse_offsets
+from .base import InitialDraft, TrainContext, refuse_offsets
 from .kinds import SmallLMSettings
 
 DEPTH = 3
@@ -135,7 +135,7 @@ class SmallLMTrainer:
         save_target(folder, self.draft, params)
 
 
-def begin(settings: SmallLMSettings, given: Given) -> Begun:
+def begin(settings: SmallLMSettings, given: TrainContext) -> InitialDraft:
     """A fresh small model, or the one that the settings name.
 
     Raises:
@@ -158,7 +158,7 @@ def begin(settings: SmallLMSettings, given: Given) -> Begun:
     else:
         config = fresh_config(settings, given.target)
     config = replace(config, dtype=given.dtype, max_positions=longest)
-    return Begun(SmallLMTrainer(given.target, config, settings), given.params, params)
+    return InitialDraft(SmallLMTrainer(given.target, config, settings), given.params, params)
 
 
 def fresh_config(settings: SmallLMSettings, target: TargetConfig) -> TargetConfig:

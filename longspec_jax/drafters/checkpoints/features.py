@@ -20,7 +20,7 @@ from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.draft import Target, pays_in_int8
 from longspec_jax.drafters.tables import NOT_WHOLE, FeatureOptions, Sizes, TableParams
 from longspec_jax.drafters.vocabulary import check_vocabulary
-from longspec_jax.drafters.window import Seen
+from longspec_jax.drafters.window import DraftWindow
 from longspec_jax.weights.checkpoint import Tensor, Tensors
 from longspec_jax.weights.folder import open_folder
 from longspec_jax.weights.json_files import JsonObject
@@ -67,7 +67,7 @@ class FeatureDraft(Protocol):
     """A loaded draft, as far as all kinds have it."""
 
     @property
-    def seen(self) -> Seen:
+    def seen(self) -> DraftWindow:
         """Which tokens it sees."""
         ...
 

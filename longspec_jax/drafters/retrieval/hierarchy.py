@@ -48,7 +48,14 @@ from longspec_jax.drafters.retrieval.selection import (
     Selector,
     SinksAndRecent,
 )
-from longspec_jax.drafters.tree import Tree, accept, at_end, branch, node_depths, plant
+from longspec_jax.drafters.tree import (
+    Tree,
+    accept,
+    hang_at_end,
+    node_depths,
+    root_tree,
+    single_branch,
+)
 from longspec_jax.ops.selection.blocks import BlockBudget
 from longspec_jax.ops.slicing import along, last_along
 
@@ -61,7 +68,7 @@ class HierarchyState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Hierarchy(Drafter):
+class PartialVerifier(Drafter):
     """Proposes the chain that rounds of another drafter yield under partial verification.
 
     A row goes on while the chain has slack for a whole round's tokens, so that none is thrown away.
@@ -100,7 +107,7 @@ class Hierarchy(Drafter):
         return self.verify_all
 
     @property
-    def trusted(self) -> int:
+    def unverified_levels(self) -> int:
         """The chain if it is emitted as it is; a tree at its end is verified in full."""
         return 0 if self.verify_all else self.levels
 
@@ -132,7 +139,7 @@ class Hierarchy(Drafter):
         """
         levels = self.levels
         if self.tree.num_levels == 0:
-            return plant(view.pending, self.tree)
+            return root_tree(view.pending, self.tree)
         if levels == 0:
             return self._end(params, state.inner, view, noise)
         with jax.named_scope("selection"):
@@ -147,7 +154,7 @@ class Hierarchy(Drafter):
                 return chain.after(found, inner, levels - self._height)
 
         chain = jax.lax.while_loop(lambda chain: chain.open.any(), extended, chain)
-        tree = branch(view.pending, chain.tokens[:, :levels])
+        tree = single_branch(view.pending, chain.tokens[:, :levels])
         drawn = jnp.arange(levels + 1) <= chain.count[:, None]
         tree = replace(tree, parents=jnp.where(drawn, tree.parents, -1))
         if self.tree.chain is None:
@@ -155,7 +162,7 @@ class Hierarchy(Drafter):
         with jax.named_scope("end_of_chain"):
             view = view.ahead(chain.pending, chain.count, chain.rows)
             noise = noise.after(chain.count, self.tree.end.num_levels)
-            return at_end(tree, chain.count, self._end(params, chain.state, view, noise))
+            return hang_at_end(tree, chain.count, self._end(params, chain.state, view, noise))
 
     def gathered_slots(self, capacity: int) -> int:
         """Slots that its selector copies, and those of a hierarchy inside."""
@@ -170,7 +177,7 @@ class Hierarchy(Drafter):
     def _end(self, params: Params, state: PyTree, view: View, noise: SamplingNoise) -> Tree:
         """The tree that only the full verification sees, of the innermost drafter."""
         drafter = self.inner
-        while isinstance(drafter, Hierarchy):
+        while isinstance(drafter, PartialVerifier):
             drafter, state = drafter.inner, state.inner
         return with_tree(drafter, self.tree.end).propose(params, state, view, noise)
 
@@ -398,7 +405,7 @@ class RetrievalDraft(Draft):
                 "target"
             )
 
-    def drafter(self, tree: TreeConfig, attention: str | None = None) -> Hierarchy:
+    def drafter(self, tree: TreeConfig, attention: str | None = None) -> PartialVerifier:
         """The drafter that proposes this chain, with the tree at its end.
 
         Raises:
@@ -406,7 +413,7 @@ class RetrievalDraft(Draft):
         """
         inner = self.inner.drafter(self._inner_tree, attention)
         selector = RETRIEVERS[self.options.retrieve_by](self.target, self.options.budget)
-        return Hierarchy(inner, selector, tree, self.options.retrieve_verify == "full")
+        return PartialVerifier(inner, selector, tree, self.options.retrieve_verify == "full")
 
     @property
     def _inner_tree(self) -> TreeConfig:

@@ -29,7 +29,7 @@ from longspec_jax.drafters.checkpoints.eagle3 import (
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.eagle3 import Eagle3Config, Eagle3Draft, Eagle3Options
 from longspec_jax.drafters.registry import EAGLE3, LONGSPEC
-from longspec_jax.drafters.window import Seen
+from longspec_jax.drafters.window import DraftWindow
 from longspec_jax.loading import choose_drafts
 from tests.drafters.eagle3.toys import config_for, random_params
 from tests.drafters.kit import assert_same_files, edit
@@ -322,11 +322,11 @@ def test_options_that_cannot_be(options: dict[str, Any], words: str) -> None:
         Eagle3Options(**options)
 
 
-def _bound(draft: Eagle3Config, target: TargetConfig, **options: Any) -> Seen:
+def _bound(draft: Eagle3Config, target: TargetConfig, **options: Any) -> DraftWindow:
     return Eagle3Draft.bind(draft, random_params(draft), target, Eagle3Options(**options)).seen
 
 
-def _seen(trained: int, context: int, window: int | None = None, **options: Any) -> Seen:
+def _seen(trained: int, context: int, window: int | None = None, **options: Any) -> DraftWindow:
     target: TargetConfig = replace(CONFIG, max_positions=context)
     draft = config_for(target, max_positions=trained, window=window)
     return _bound(draft, target, **options)
@@ -369,5 +369,5 @@ def test_a_draft_without_a_window_reuses_no_prefix_and_says_so() -> None:
     with pytest.warns(UserWarning, match="no prefix of a prompt is reused.* window=N.* below 128"):
         spec.engine(max_num_seqs=1, max_model_len=160, prefixes=True).close()
     spec.engine(max_num_seqs=1, max_model_len=160).close()
-    near = replace(spec, draft=replace(draft, seen=Seen(100, 4)))
+    near = replace(spec, draft=replace(draft, seen=DraftWindow(100, 4)))
     near.engine(max_num_seqs=1, max_model_len=160, prefixes=True).close()

@@ -13,7 +13,7 @@ from longspec_jax.config.tree import TreeConfig
 from longspec_jax.decoding.cache import KVCache
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Committed, Features, View
-from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
+from longspec_jax.drafters.retrieval.hierarchy import PartialVerifier
 from longspec_jax.drafters.retrieval.selection import (
     AttentionRetriever,
     LastQuery,
@@ -47,9 +47,9 @@ def view_at(cache: KVCache, *length: int) -> View:
     return View(TargetModel(CONFIG), None, cache, 0 * at, at, at, at < 0)
 
 
-def over(selector: Selector) -> Hierarchy:
+def over(selector: Selector) -> PartialVerifier:
     """The target's own chains, checked over what the selector chooses."""
-    return Hierarchy(LookupDrafter(TreeConfig((1, 1))), selector, CHAIN)
+    return PartialVerifier(LookupDrafter(TreeConfig((1, 1))), selector, CHAIN)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_mistake_lowers_what_is_accepted(kind: Any) -> None:
 def test_summaries_after_decoding_are_those_of_the_cache(chunk: int) -> None:
     """Of prompts in chunks and of accepted paths; the queries are the last ones' too."""
     quest = Quest(CONFIG, TIGHT, queries=3)
-    drafter = Hierarchy(StreamingDrafter(TreeConfig((2, 2))), quest, CHAIN)
+    drafter = PartialVerifier(StreamingDrafter(TreeConfig((2, 2))), quest, CHAIN)
     [state] = TRANSFORMER.same(drafter, None, [MIXED], chunk=chunk)
     found, length = state.rows.draft.selector, state.rows.length
     assert len({*np.asarray(length).tolist()}) == 3

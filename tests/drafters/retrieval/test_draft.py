@@ -8,7 +8,7 @@ from longspec_jax.arguments import check_drafts
 from longspec_jax.config.tree import DEFAULT_TREE, PLAIN, TreeConfig
 from longspec_jax.drafters.draft import Draft, Target, with_tree
 from longspec_jax.drafters.ngram import NgramDraft
-from longspec_jax.drafters.retrieval.hierarchy import Hierarchy, RetrievalDraft, behind_chain
+from longspec_jax.drafters.retrieval.hierarchy import PartialVerifier, RetrievalDraft, behind_chain
 from longspec_jax.drafters.retrieval.selection import AttentionRetriever, Quest
 from longspec_jax.drafters.streaming import StreamingDraft, StreamingDrafter
 from longspec_jax.generation.candidates import candidates
@@ -30,7 +30,7 @@ def loaded(**options: object) -> RetrievalDraft:
 def test_a_draft_keeps_its_own_options() -> None:
     draft = loaded(recent=64, retrieve=1024, retrieve_tree="2,1")
     drafter = draft.drafter(CHAIN)
-    assert isinstance(drafter, Hierarchy) and isinstance(drafter.inner, StreamingDrafter)
+    assert isinstance(drafter, PartialVerifier) and isinstance(drafter.inner, StreamingDrafter)
     assert drafter.inner.selection.recent == 64 and drafter.inner.tree.widths == (2, 1)
     assert drafter.selector == Quest(CONFIG, BlockBudget(1024))
     assert draft.name == drafter.name == "hierarchy of streaming"
@@ -46,7 +46,7 @@ def test_what_sees_what_can_be_chosen() -> None:
 def test_the_lossy_option_says_what_it_is() -> None:
     draft = loaded(retrieve=1024, retrieve_verify="partial")
     drafter = draft.drafter(CHAIN)
-    assert not drafter.lossless and drafter.trusted == 8
+    assert not drafter.lossless and drafter.unverified_levels == 8
     assert loaded(retrieve=1024).drafter(CHAIN).lossless
     assert draft.name == drafter.name == "hierarchy of streaming, not lossless"
     assert not with_tree(drafter, PLAIN).lossless

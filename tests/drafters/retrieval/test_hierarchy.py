@@ -15,7 +15,7 @@ from longspec_jax.decoding.rows import Rows
 from longspec_jax.decoding.sampling import NO_TOKEN
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Drafter, Needs, NoDraft, Params, SamplingNoise, View
-from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
+from longspec_jax.drafters.retrieval.hierarchy import PartialVerifier
 from longspec_jax.drafters.retrieval.selection import SinksAndRecent, Spans
 from longspec_jax.drafters.streaming import StreamingDrafter
 from longspec_jax.drafters.tree import Tree
@@ -32,16 +32,16 @@ CHAIN, LONG = TreeConfig((1,) * 4), TreeConfig((1,) * 9)
 GREEDY, MIXED = requested(), requested((0.0, 0.7, 1.0))
 
 
-def over_all(inner: Drafter, tree: str) -> Hierarchy:
+def over_all(inner: Drafter, tree: str) -> PartialVerifier:
     """Rounds checked over all of the context."""
-    return Hierarchy(inner, ALL, TreeConfig.parse(tree))
+    return PartialVerifier(inner, ALL, TreeConfig.parse(tree))
 
 
 OWN, PLAIN = LookupDrafter(TreeConfig((1, 1))), LookupDrafter(TreeConfig(()))
 TREES, THREE = LookupDrafter(TreeConfig((2, 3))), LookupDrafter(TreeConfig((1, 1, 1)))
 TARGETS = StreamingDrafter(TreeConfig(()), ALL)
 TWICE = over_all(PLAIN, "chain:2")
-PERFECT: dict[str, tuple[Hierarchy, Any]] = {
+PERFECT: dict[str, tuple[PartialVerifier, Any]] = {
     # The last draw of the last round counts, too: three rounds of two levels are nine tokens.
     "own": (over_all(OWN, "chain:9"), MIXED),
     "streaming": (over_all(StreamingDrafter(TreeConfig((1, 1)), ALL), "chain:9"), MIXED),
@@ -85,11 +85,11 @@ def test_a_bad_draft_s_tree_at_the_end_gains_nothing() -> None:
     ("hierarchy", "alone"),
     [
         # A chain of none is one level: the inner drafter's trees, as it would propose them alone.
-        (Hierarchy(TREES, SinksAndRecent(2, 5), TreeConfig((2, 3), chain=0)), TREES),
+        (PartialVerifier(TREES, SinksAndRecent(2, 5), TreeConfig((2, 3), chain=0)), TREES),
         # Without a drafter inside each round draws one token, by partial passes of the target.
-        (Hierarchy(NoDraft(), ALL, CHAIN), StreamingDrafter(CHAIN, ALL)),
+        (PartialVerifier(NoDraft(), ALL, CHAIN), StreamingDrafter(CHAIN, ALL)),
         (
-            Hierarchy(NoDraft(), SinksAndRecent(2, 5), CHAIN),
+            PartialVerifier(NoDraft(), SinksAndRecent(2, 5), CHAIN),
             StreamingDrafter(CHAIN, SinksAndRecent(2, 5)),
         ),
     ],
@@ -127,7 +127,7 @@ class Stuck(RoundNoise):
         return super().after(jnp.zeros_like(steps), levels)
 
 
-class Stale(Hierarchy):
+class Stale(PartialVerifier):
     """Its rounds all use the noise of the first."""
 
     def propose(self, params: Params, state: Any, view: View, noise: SamplingNoise) -> Tree:
@@ -141,7 +141,7 @@ def test_a_mistake_lowers_what_is_accepted(broken: str) -> None:
     """Negative control: the perfection above tells a right check from a wrong one."""
     request = requested((1.0, 0.7, 1.0))
     drafter = {
-        "selection": Hierarchy(OWN, Blind(3, 1000), LONG),
+        "selection": PartialVerifier(OWN, Blind(3, 1000), LONG),
         "noise": Stale(OWN, ALL, LONG),
     }[broken]
     found = histogram(drafter, request)
@@ -185,7 +185,7 @@ def propose(params: Params, rows: Rows) -> Tree:
 
 
 DIARIST = Diarist()
-TOLD = Hierarchy(DIARIST, ALL, LONG)
+TOLD = PartialVerifier(DIARIST, ALL, LONG)
 TARGET = random_target(CONFIG, 1)
 """Parameters with which rows accept chains of different lengths."""
 
@@ -245,7 +245,7 @@ def plain_pass(params: Any, text: jax.Array) -> tuple[jax.Array, jax.Array]:
 @each_row("text", ["2,3", "chain:4@3"])
 def test_a_tree_that_is_no_chain_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=f"tree {text} must be a chain such as chain:16"):
-        Hierarchy(NoDraft(), ALL, TreeConfig.parse(text))
+        PartialVerifier(NoDraft(), ALL, TreeConfig.parse(text))
 
 
 def test_without_levels_it_is_plain_decoding() -> None:
@@ -265,7 +265,7 @@ def test_rows_that_are_done_keep_nobody_waiting() -> None:
 def test_logits_that_are_not_finite_end_a_row_as_they_end_plain_decoding() -> None:
     """They draw a token that is none, which must not become a candidate."""
     spoiled = replace(LOOKUP, params=TABLE.at[::9].set(jnp.nan), _known={})
-    [state] = spoiled.same(Hierarchy(NoDraft(), ALL, CHAIN), None, [GREEDY])
+    [state] = spoiled.same(PartialVerifier(NoDraft(), ALL, CHAIN), None, [GREEDY])
     rows = spoiled.plain(GREEDY)
     assert any(row[-1] == NO_TOKEN for row in rows)
     for b, row in enumerate(rows):

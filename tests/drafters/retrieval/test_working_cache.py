@@ -14,7 +14,7 @@ from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.drafters.joined import Joined
 from longspec_jax.drafters.longspec import LongSpecDrafter, LongSpecOptions
 from longspec_jax.drafters.ngram import NgramDrafter
-from longspec_jax.drafters.retrieval.hierarchy import Hierarchy
+from longspec_jax.drafters.retrieval.hierarchy import PartialVerifier
 from longspec_jax.drafters.retrieval.selection import LastQuery
 from longspec_jax.drafters.retrieval.working_cache import (
     CachedSelection,
@@ -157,7 +157,7 @@ DRAFTERS: dict[str, tuple[Drafter, Any]] = {
     "small_lm": (SmallLMDrafter(SMALL, TREE, None, True, SINKS_AND_RECENT), OF_SMALL),
     "longspec": (LongSpecDrafter(lossless.DRAFT, TREE, None, CHOSEN), lossless.LONGSPEC),
     "triforce": (
-        Hierarchy(
+        PartialVerifier(
             SmallLMDrafter(SMALL, TreeConfig((1, 1)), None, True, CHOSEN),
             tree=TreeConfig((1,) * 6),
         ),

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from longspec_jax.sharding import make_mesh, param_shardings
 from tests.kit import random_target, relative_error, tiny_target_config
 from train.config import OptimizerConfig, StageConfig
-from train.drafts.base import Begun, Given
+from train.drafts.base import InitialDraft, TrainContext
 from train.drafts.kinds import KINDS
 from train.step import ROWS, Batch, initial_state, make_optimizer, make_step, state_shardings
 
@@ -39,18 +39,18 @@ UNREAD = {
 class Trained(NamedTuple):
     """A draft that learned for four steps."""
 
-    begun: Begun
+    begun: InitialDraft
     first: Any
     """Parameters before the first step."""
     metrics: list[dict[str, Any]]
     last: Any
 
 
-def given(stage: StageConfig, count_tokens: Any = pytest.fail, **axes: int) -> Given:
+def given(stage: StageConfig, count_tokens: Any = pytest.fail, **axes: int) -> TrainContext:
     """What a draft of :data:`TARGET` is begun with."""
     mesh = make_mesh(**axes)
     frozen = jax.device_put(FROZEN, param_shardings(mesh, FROZEN))
-    return Given(TARGET, frozen, (stage,), 3, "float32", mesh, count_tokens)
+    return TrainContext(TARGET, frozen, (stage,), 3, "float32", mesh, count_tokens)
 
 
 def random_batch(rows: tuple[int, int], length: int) -> Batch:
@@ -61,7 +61,7 @@ def random_batch(rows: tuple[int, int], length: int) -> Batch:
 
 
 def four_steps(
-    settings: Any, given: Given, data: Batch, loss_chunk: int, mlp_chunk: int = 0
+    settings: Any, given: TrainContext, data: Batch, loss_chunk: int, mlp_chunk: int = 0
 ) -> Trained:
     """A draft of these settings after four steps on one batch."""
     begun, [stage], mesh = KINDS[settings.kind].begin(settings, given), given.stages, given.mesh
@@ -122,7 +122,7 @@ def assert_learns_as_pytorch(
         assert relative_error(begun[name].numpy(), learned[name]) > 1e-3, f"{name} was not learned"
 
 
-def tensors(begun: Begun, params: Any, folder: Path) -> dict[str, np.ndarray]:
+def tensors(begun: InitialDraft, params: Any, folder: Path) -> dict[str, np.ndarray]:
     """Parameters under the names of the exported file."""
     begun.trainer.save(folder, params)
     return load_file(folder / "model.safetensors")

@@ -18,7 +18,7 @@ from longspec_jax.drafters.eagle3 import Eagle3Options
 from tests.drafters.eagle3.toys import random_params
 from tests.kit import random_target, relative_error, tiny_target_config
 from train.config import StageConfig
-from train.drafts.base import Given
+from train.drafts.base import TrainContext
 from train.drafts.eagle3 import attention_with_own, begin, run_draft
 from train.drafts.kinds import Eagle3Settings
 from train.step import Batch
@@ -34,7 +34,7 @@ COUNTS = np.random.default_rng(4).permutation(tiny.TARGET.vocab_size)
 KNOWN = np.sort(np.argsort(-COUNTS)[:20])
 
 
-def counted(**axes: int) -> Given:
+def counted(**axes: int) -> TrainContext:
     return tiny.given(STAGE, lambda: COUNTS, **axes)
 
 

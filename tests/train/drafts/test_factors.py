@@ -13,7 +13,7 @@ from longspec_jax.sharding import make_mesh
 from tests.kit import in_tiers, random_target, relative_error, tiny_target_config
 from train.config import StageConfig
 from train.drafts import dflash, eagle3
-from train.drafts.base import Given
+from train.drafts.base import TrainContext
 from train.drafts.kinds import DFlashSettings, Eagle3Settings
 from train.step import Batch
 
@@ -37,7 +37,7 @@ def test_factors_are_those_of_tables_multiplied(kind: str) -> None:
 
     def of(target: Any, params: Any) -> tuple[Any, Any]:
         counts = lambda: np.arange(PLAIN.vocab_size)  # noqa: E731
-        given = Given(target, params, (STAGE,), 3, "float32", make_mesh(), counts)
+        given = TrainContext(target, params, (STAGE,), 3, "float32", make_mesh(), counts)
         begun = begin(settings, given)
         objective = begun.trainer.objective(STAGE, 30, 0)
         draft = jax.jit(objective.initialize)(jax.random.key(1))

@@ -19,7 +19,7 @@ from tests.kit import ALL_PASSES, in_tiers, random_target, relative_error, tiny_
 from tests.weights.quantised.test_load import dequantised, matrices
 from train.config import StageConfig
 from train.drafts import longspec as passes
-from train.drafts.base import Given
+from train.drafts.base import TrainContext
 from train.drafts.kinds import LongSpecSettings
 from train.drafts.longspec import (
     Draws,
@@ -126,7 +126,7 @@ def test_the_steps_are_those_of_the_dequantised_weights(form: str, tmp_path: Pat
         config, stored = load_target(tmp_path / form, dtype="float32", mesh=mesh)
         assert len(matrices(stored)) == 4 * WHOLE.num_layers
         params = stored if params is None else params
-        given = Given(config, params, (PLAIN_STAGE,), 3, "float32", mesh, pytest.fail)
+        given = TrainContext(config, params, (PLAIN_STAGE,), 3, "float32", mesh, pytest.fail)
         return tiny.four_steps(DISTILLED, given, data, 90)
 
     quantised = trained()
