@@ -185,7 +185,7 @@ TOKEN_MAP = "token_map"
 
 
 @dataclass(frozen=True)
-class Dialect:
+class MedusaDialect:
     """How Medusa heads are stored."""
 
     block: str
@@ -219,11 +219,11 @@ class Dialect:
         return Table(tuple(leaves), {})
 
 
-AUTHORS = Dialect(
+AUTHORS = MedusaDialect(
     *("{head}.{block}.linear.", "{head}.{blocks}.", MEDUSA_FILES),
     *("medusa_num_heads", "medusa_num_layers"),
 )
-VLLM = Dialect(
+VLLM = MedusaDialect(
     *("blocks.{head}.layers.{block}.", "lm_heads.{head}.", WEIGHT_FILES),
     *("num_heads", "num_hidden_layers"),
 )
@@ -312,7 +312,11 @@ def _tokens(known: Tensor, config: MedusaConfig) -> jax.Array:
 
 
 def _config(
-    raw: JsonObject, tensors: Tensors, dialect: Dialect, target: TargetConfig, known: Tensor | None
+    raw: JsonObject,
+    tensors: Tensors,
+    dialect: MedusaDialect,
+    target: TargetConfig,
+    known: Tensor | None,
 ) -> MedusaConfig:
     """The shape of the heads, by their tensors."""
     blocks = raw.whole(dialect.blocks_key, 1)

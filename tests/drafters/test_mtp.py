@@ -113,7 +113,7 @@ MODELS = {name: random_target(target) for name, target in TARGETS.items()}
 GIVEN = {name: Target(TARGETS[name], MODELS[name]) for name in TARGETS}
 
 
-def stored_shapes(config: MtpConfig, dialect: mtp.Dialect) -> dict[str, tuple[int, ...]]:
+def stored_shapes(config: MtpConfig, dialect: mtp.MtpDialect) -> dict[str, tuple[int, ...]]:
     """The tensors of a layer and of what is around it, by their whole names."""
     layer, width = llama_layer(config)[0], config.model_width
     layer["input_layernorm.weight"] = (width,)
@@ -270,7 +270,7 @@ class Oracle(torch.nn.Module):
         x = self.layer(x, attention_mask=mask, position_embeddings=angles)
         return self.final_layernorm(x[0] if isinstance(x, tuple) else x)
 
-    def read(self, tensors: dict[str, np.ndarray], dialect: mtp.Dialect) -> None:
+    def read(self, tensors: dict[str, np.ndarray], dialect: mtp.MtpDialect) -> None:
         """Take the stored tensors; every one of them, and no other."""
         ours = "input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm"
         around = {

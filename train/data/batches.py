@@ -43,7 +43,7 @@ class StepRows(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class BatchPlan:
     """The rows of every step: a shuffle per epoch, rows left over at its end dropped."""
 
     lengths: tuple[int, ...]
@@ -55,7 +55,9 @@ class Plan:
     seed: int
 
     @classmethod
-    def of(cls, row_lengths: np.ndarray, lengths: tuple[int, ...], batch: int, seed: int) -> "Plan":
+    def of(
+        cls, row_lengths: np.ndarray, lengths: tuple[int, ...], batch: int, seed: int
+    ) -> "BatchPlan":
         """The plan for rows of these lengths, none longer than the last bucket's."""
         bucket = np.searchsorted(lengths, row_lengths).astype(np.uint8)
         return cls(lengths, bucket, batch, seed)
@@ -72,7 +74,7 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=2)
-def _epoch(plan: Plan, epoch: int) -> list[StepRows]:
+def _epoch(plan: BatchPlan, epoch: int) -> list[StepRows]:
     """The steps of an epoch.
 
     What is left of a bucket, too little for a step, goes to the next longer one: however many
@@ -117,11 +119,11 @@ class Batches:
             )
 
     @functools.cached_property
-    def plan(self) -> Plan:
+    def plan(self) -> BatchPlan:
         """Which rows a step takes."""
         longest, lengths = self.rows.seq_len, self._lengths
         lengths = np.full(len(self.rows), longest) if lengths is None else lengths
-        return Plan.of(lengths, bucket_lengths(longest, self.buckets), self.batch, self.seed)
+        return BatchPlan.of(lengths, bucket_lengths(longest, self.buckets), self.batch, self.seed)
 
     @functools.cached_property
     def _lengths(self) -> np.ndarray | None:

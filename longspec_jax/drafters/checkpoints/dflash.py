@@ -22,7 +22,7 @@ from longspec_jax.drafters.checkpoints.features import (
     DROPPED,
     LAYER_CONFIG,
     Described,
-    Dialect,
+    FeatureDialect,
     FeatureFiles,
     features_of,
     own_tables,
@@ -71,13 +71,13 @@ _OF_OTHERS = {
 """Parts of tensors' names, and the drafts that alone have them, whatever their file says."""
 
 
-ZLAB = Dialect("z-lab and SpecForge")
-DEEPSPEC = Dialect("DeepSpec")
-SPECULATORS = Dialect("speculators", entering=True)
+ZLAB = FeatureDialect("z-lab and SpecForge")
+DEEPSPEC = FeatureDialect("DeepSpec")
+SPECULATORS = FeatureDialect("speculators", entering=True)
 DIALECTS = (ZLAB, DEEPSPEC, SPECULATORS)
 
 
-def dialect_of(raw: JsonObject, tensors: Iterable[str]) -> Dialect:
+def dialect_of(raw: JsonObject, tensors: Iterable[str]) -> FeatureDialect:
     """The dialect of a draft, by its ``config.json``.
 
     Args:
@@ -137,7 +137,7 @@ def is_dflash2(raw: JsonObject, tensors: Iterable[str]) -> bool:
 
 def draft_config(
     raw: JsonObject,
-    dialect: Dialect,
+    dialect: FeatureDialect,
     target: TargetConfig,
     *,
     dflash2: bool = False,
@@ -212,7 +212,7 @@ def _trunk(part: JsonObject, dtype: str) -> TargetConfig:
 
 
 def hidden_layers(
-    own: JsonObject, dialect: Dialect, target_layers: int, draft_layers: int
+    own: JsonObject, dialect: FeatureDialect, target_layers: int, draft_layers: int
 ) -> tuple[int, ...]:
     """The layers after which hidden states are taken, by the counting of the dialect."""
     key = "aux_hidden_state_layer_ids" if dialect is SPECULATORS else "target_layer_ids"
@@ -236,7 +236,7 @@ def _windows(part: JsonObject, layers: int) -> tuple[int | None, ...]:
 
 
 def _causal(
-    raw: JsonObject, own: JsonObject, dialect: Dialect, windows: Iterable[int | None]
+    raw: JsonObject, own: JsonObject, dialect: FeatureDialect, windows: Iterable[int | None]
 ) -> tuple[bool, ...]:
     """Whether slots see none of the later ones: where the window slides, unless the file says.
 

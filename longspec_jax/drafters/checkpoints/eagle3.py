@@ -21,7 +21,7 @@ from longspec_jax.drafters.checkpoints.features import (
     LAYER_CONFIG,
     QKV,
     Described,
-    Dialect,
+    FeatureDialect,
     FeatureFiles,
     counting,
     features_of,
@@ -60,14 +60,14 @@ USUAL_POSITIONS = 2048
 """Positions of a draft whose file does not say: what the authors train on."""
 
 
-AUTHORS = Dialect("the authors' code", False, "no architecture of its own", MIDLAYER)
-SPECFORGE = Dialect("SpecForge", False, "an architecture named Eagle3", MIDLAYER)
-SPECULATORS = Dialect("speculators", True, "speculators_model_type", FIRST_LAYER)
-DEEPSPEC = Dialect("DeepSpec", False, "target_layer_ids", FIRST_LAYER)
+AUTHORS = FeatureDialect("the authors' code", False, "no architecture of its own", MIDLAYER)
+SPECFORGE = FeatureDialect("SpecForge", False, "an architecture named Eagle3", MIDLAYER)
+SPECULATORS = FeatureDialect("speculators", True, "speculators_model_type", FIRST_LAYER)
+DEEPSPEC = FeatureDialect("DeepSpec", False, "target_layer_ids", FIRST_LAYER)
 DIALECTS = (AUTHORS, SPECFORGE, SPECULATORS, DEEPSPEC)
 
 
-def dialect_of(raw: JsonObject, tensors: Iterable[str]) -> Dialect:
+def dialect_of(raw: JsonObject, tensors: Iterable[str]) -> FeatureDialect:
     """The dialect of a draft.
 
     Args:
@@ -108,7 +108,7 @@ def _begins(tensors: Iterable[str], prefix: str) -> bool:
 
 def draft_config(
     raw: JsonObject,
-    dialect: Dialect,
+    dialect: FeatureDialect,
     tensors: Iterable[str],
     target: TargetConfig,
     options: Eagle3Options,
@@ -136,7 +136,7 @@ def draft_config(
     return part.build(Eagle3Config, fields, LAYER)
 
 
-def layers_of(raw: JsonObject, dialect: Dialect) -> JsonObject:
+def layers_of(raw: JsonObject, dialect: FeatureDialect) -> JsonObject:
     """Where a file of this dialect describes the draft's layers; refuses what is not computed."""
     part = inner_layers(raw, LAYER_CONFIG) if dialect is SPECULATORS else raw
     who = "an EAGLE-3 draft"
@@ -148,7 +148,7 @@ def layers_of(raw: JsonObject, dialect: Dialect) -> JsonObject:
 def draft_fields(
     raw: JsonObject,
     part: JsonObject,
-    dialect: Dialect,
+    dialect: FeatureDialect,
     tensors: Iterable[str],
     target: TargetConfig,
     options: Eagle3Options,
@@ -218,7 +218,7 @@ def authors_base(raw: JsonObject, scaling: RopeScaling) -> float:
     return AUTHORS_BASE
 
 
-def _features(raw: JsonObject, dialect: Dialect, layers: int) -> tuple[int, ...]:
+def _features(raw: JsonObject, dialect: FeatureDialect, layers: int) -> tuple[int, ...]:
     """The layers after which hidden states are taken, by the counting of the dialect."""
     nested = raw.part("eagle_config")
     places = {"": raw.has(IDS), "eagle_config, ": nested.has(IDS)}
@@ -260,7 +260,7 @@ def _window(part: JsonObject) -> int | None:
     return part.whole("sliding_window") if on else None
 
 
-def _scaling(part: JsonObject, dialect: Dialect) -> RopeScaling:
+def _scaling(part: JsonObject, dialect: FeatureDialect) -> RopeScaling:
     """The rotary scaling; that of YaRN is read as transformers does where speculators wrote it.
 
     Others give the factor and the range, and take no single scale; SpecForge divides the two in any

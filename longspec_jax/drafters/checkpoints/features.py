@@ -78,7 +78,7 @@ D = TypeVar("D", bound=FeatureDraft)
 
 
 @dataclass(frozen=True)
-class Dialect:
+class FeatureDialect:
     """How a family of trainers writes drafts of a kind."""
 
     name: str
@@ -218,7 +218,9 @@ def counting(*, entering: bool) -> str:
     return f"the hidden states that {'enter' if entering else 'leave'} the layers"
 
 
-def features_of(raw: JsonObject, key: str, target_layers: int, dialect: Dialect) -> tuple[int, ...]:
+def features_of(
+    raw: JsonObject, key: str, target_layers: int, dialect: FeatureDialect
+) -> tuple[int, ...]:
     """The layers after which a file says that hidden states are taken; -1 is the embedding.
 
     Args:

@@ -37,7 +37,7 @@ _AROUND = ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm
 
 
 @dataclass(frozen=True)
-class Dialect:
+class MtpDialect:
     """How a family of files names an MTP layer."""
 
     among: str
@@ -69,7 +69,7 @@ class Dialect:
         return Table(tuple(leaves), {} if self.among else DROPPED)
 
 
-QWEN = Dialect(
+QWEN = MtpDialect(
     "mtp.",
     "mtp.",
     "mtp.layers.0.",
@@ -77,9 +77,9 @@ QWEN = Dialect(
     ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"),
 )
 _MIMO = "model.mtp_layers.0."
-MIMO = Dialect("model.mtp_layers.", _MIMO, _MIMO, ("MiMoForCausalLM",), hidden_first=True)
+MIMO = MtpDialect("model.mtp_layers.", _MIMO, _MIMO, ("MiMoForCausalLM",), hidden_first=True)
 _OWN = "mtp_layers.0."
-SPECULATORS = Dialect("", _OWN, _OWN, ("Qwen3ForCausalLM", "Qwen3_5ForCausalLM"))
+SPECULATORS = MtpDialect("", _OWN, _OWN, ("Qwen3ForCausalLM", "Qwen3_5ForCausalLM"))
 
 
 def _described(
@@ -113,7 +113,7 @@ def _bind(
     return replace(draft, params=replace(draft.params, layer=layer))
 
 
-def _dialect_of(raw: JsonObject, tensors: Tensors) -> Dialect:
+def _dialect_of(raw: JsonObject, tensors: Tensors) -> MtpDialect:
     """Whose file it is; raises ValueError for a layer that is not computed here."""
     for key in LAYERS:
         if raw.whole(key, 1) != 1:
@@ -141,7 +141,7 @@ def _dialect_of(raw: JsonObject, tensors: Tensors) -> Dialect:
 
 
 def _config(
-    raw: JsonObject, dialect: Dialect, target: TargetConfig, theta: float | None
+    raw: JsonObject, dialect: MtpDialect, target: TargetConfig, theta: float | None
 ) -> MtpConfig:
     """The layer that a ``config.json`` describes."""
     if dialect is SPECULATORS:

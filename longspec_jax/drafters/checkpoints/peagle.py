@@ -20,7 +20,7 @@ from longspec_jax.drafters.checkpoints.eagle3 import (
 )
 from longspec_jax.drafters.checkpoints.features import (
     Described,
-    Dialect,
+    FeatureDialect,
     FeatureFiles,
     without_prefix,
 )
@@ -32,12 +32,12 @@ from longspec_jax.weights.hf_config import LAYER
 from longspec_jax.weights.json_files import JsonObject
 from longspec_jax.weights.tables import Rule, Table, bind, layer_rules, layer_sizes
 
-VLLM = Dialect("vLLM", False, "a mask token", MIDLAYER)
+VLLM = FeatureDialect("vLLM", False, "a mask token", MIDLAYER)
 """Also of amazon, NeMo and SpecForge."""
 MASK_HIDDEN = "mask_hidden"
 
 
-def dialect_of(raw: JsonObject) -> Dialect:
+def dialect_of(raw: JsonObject) -> FeatureDialect:
     """The dialect of a draft, by its ``config.json``."""
     if not raw.has("speculators_model_type"):
         return VLLM
@@ -49,7 +49,7 @@ def dialect_of(raw: JsonObject) -> Dialect:
 
 def draft_config(
     raw: JsonObject,
-    dialect: Dialect,
+    dialect: FeatureDialect,
     tensors: Iterable[str],
     target: TargetConfig,
     options: PEagleOptions,

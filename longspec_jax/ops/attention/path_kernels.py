@@ -54,8 +54,8 @@ from longspec_jax.ops.attention.recent_programs import (
     CONTRACTED,
     WINDOWS,
     Memory,
-    Operands,
-    Program,
+    RecentOperands,
+    RecentProgram,
 )
 from longspec_jax.ops.attention.widening import shared_codes
 from longspec_jax.ops.hardware import HOPPER, MULTIPROCESSORS, SHARED_BYTES, WARPGROUP_ROWS
@@ -300,13 +300,13 @@ def _kernel(
 ) -> None:
     """One program: 64 packed rows of a key/value head, some columns of their output."""
     *given, out = refs
-    operands = Operands(out, *given)
+    operands = RecentOperands(out, *given)
     batch = jax.lax.axis_index("batch")
     cache_row = operands.where[batch, Bounds._fields.index("cache_row")]
     first, length, reached, deepest = (
         operands.where[batch, len(Bounds._fields) + at] for at in range(4)
     )
-    program = Program(
+    program = RecentProgram(
         refs=operands,
         memory=Memory(**memory),
         scale=scale,

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from longspec_jax.axes import Ref
 from longspec_jax.ops.attention.packing import LOG2_E
 from longspec_jax.ops.attention.prefix_items import Item
-from longspec_jax.ops.attention.prefix_programs import Program, Share
+from longspec_jax.ops.attention.prefix_programs import PrefixProgram, Share
 from longspec_jax.ops.hardware import WARPGROUP_ROWS
 from longspec_jax.ops.mosaic import ACC, capped, load
 
@@ -25,7 +25,7 @@ _State = tuple[Any, Any, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Attention(Program):
+class Attention(PrefixProgram):
     """A warpgroup that attends."""
 
     def attend(self, item: Item) -> None:

@@ -32,7 +32,7 @@ from longspec_jax.ops.attention.packing import Problem, pack, refuse_unsupported
 from longspec_jax.ops.attention.path import SEGMENT
 from longspec_jax.ops.attention.prefix_attending import Attention
 from longspec_jax.ops.attention.prefix_items import Bounds, Work
-from longspec_jax.ops.attention.prefix_programs import Memory, Operands
+from longspec_jax.ops.attention.prefix_programs import Memory, PrefixOperands
 from longspec_jax.ops.attention.tiles import MosaicTile, refuse_width
 from longspec_jax.ops.attention.widening import BLOCK, Ring
 from longspec_jax.ops.hardware import HOPPER, SHARED_BYTES, WARPGROUP_ROWS
@@ -201,7 +201,7 @@ def _kernel(
     program = Attention(
         work=work,
         tokens=tokens,
-        refs=Operands(bounds, *(() if limited else (None,)), *refs),
+        refs=PrefixOperands(bounds, *(() if limited else (None,)), *refs),
         memory=Memory(**memory),
         index=jax.lax.axis_index("program"),
         warpgroup=jax.lax.axis_index("warpgroup"),

@@ -36,7 +36,7 @@ from longspec_jax.ops.hardware import WARPGROUP_ROWS
 
 
 @dataclasses.dataclass(frozen=True)
-class Operands:
+class PrefixOperands:
     """The kernel's operands and results in device memory."""
 
     bounds: Ref
@@ -88,13 +88,13 @@ class Share:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class PrefixProgram:
     """One warpgroup of one program."""
 
     work: Work
     tokens: int | None
     """Tokens of a head's packed rows, whole segments, where queries are not packed."""
-    refs: Operands
+    refs: PrefixOperands
     memory: Memory
     index: jax.Array
     warpgroup: jax.Array

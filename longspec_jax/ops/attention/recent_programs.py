@@ -31,7 +31,7 @@ size has no smaller ones. Its last bits then count them."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Operands:
+class RecentOperands:
     """Result and operands in device memory, as :mod:`path_kernels` names them."""
 
     out: Ref
@@ -82,10 +82,10 @@ _Pair = tuple[Any, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class RecentProgram:
     """A program; ``where`` of its batch row, field by field."""
 
-    refs: Operands
+    refs: RecentOperands
     memory: Memory
     scale: float
     cap: float | None

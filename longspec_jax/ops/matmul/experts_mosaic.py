@@ -29,7 +29,7 @@ from longspec_jax.ops.hardware import WARPGROUP_ROWS
 from longspec_jax.ops.launchers import launcher
 from longspec_jax.ops.matmul.experts_tiles import FLOAT_GROUP, ExpertWork, expert_work
 from longspec_jax.ops.matmul.few_rows import SWISH
-from longspec_jax.ops.matmul.ordered_programs import Program, gated, persistent
+from longspec_jax.ops.matmul.ordered_programs import MatmulProgram, gated, persistent
 from longspec_jax.ops.matmul.packed import PackedMatrix
 from longspec_jax.ops.matmul.widening import (
     BY_OUTPUT,
@@ -147,7 +147,7 @@ class _Unit:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Experts(Program):
+class _Experts(MatmulProgram):
     """One warpgroup of one program."""
 
     work: ExpertWork
@@ -163,7 +163,7 @@ class _Experts(Program):
     bias: Ref = None
 
     def each_unit(self, visit: Any) -> jax.Array:
-        """As of :class:`Program`, for the tiles that there are."""
+        """As of :class:`MatmulProgram`, for the tiles that there are."""
         work, program = self.work, jax.lax.axis_index("program")
         tiles = self.count[0]
         units = tiles * work.strips

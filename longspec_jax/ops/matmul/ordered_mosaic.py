@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from longspec_jax.axes import Array, Ref
 from longspec_jax.ops.hardware import WARPGROUP_ROWS
 from longspec_jax.ops.launchers import launcher
-from longspec_jax.ops.matmul.ordered_programs import Program, Unit, gated, persistent
+from longspec_jax.ops.matmul.ordered_programs import MatmulProgram, Unit, gated, persistent
 from longspec_jax.ops.matmul.ordered_tiles import (
     WHOLE,
     MatmulTile,
@@ -132,7 +132,7 @@ def _kernel(*refs: Ref, work: Work, has_bias: bool, **memory: Ref) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Matmul(Program):
+class _Matmul(MatmulProgram):
     """One warpgroup of one program of the matmul; the warpgroups have a result each."""
 
     x: Ref

@@ -39,7 +39,7 @@ _Visit = Callable[[Unit, jax.Array], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class MatmulProgram:
     """One warpgroup of one program: the units that it takes in turns.
 
     ``ready`` says that a place of the ring was filled, ``free`` that all have read it.

@@ -40,7 +40,7 @@ from jax.typing import DTypeLike
 from longspec_jax.axes import Array, Ref
 from longspec_jax.ops.hardware import WARPGROUP_ROWS
 from longspec_jax.ops.launchers import launcher
-from longspec_jax.ops.matmul.ordered_programs import Program, Unit, gated, persistent
+from longspec_jax.ops.matmul.ordered_programs import MatmulProgram, Unit, gated, persistent
 from longspec_jax.ops.matmul.ordered_tiles import MatmulTile
 from longspec_jax.ops.matmul.packed import OPERAND, PackedMatrix
 from longspec_jax.ops.matmul.quantised_tiles import QuantisedWork, row_groups
@@ -195,7 +195,7 @@ def _kernel(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Quantised(Program):
+class _Quantised(MatmulProgram):
     """One warpgroup of one program."""
 
     work: QuantisedWork

@@ -30,7 +30,7 @@ NORM_EPS = 1e-6
 Memory = Float[Array, "B J P X Y"]
 
 
-class Operands(NamedTuple):
+class RecurrenceOperands(NamedTuple):
     """What every token brings to the recurrence, in float32."""
 
     queries: Float[Array, "B T J X"]
@@ -47,13 +47,15 @@ def normalised(x: Array) -> Array:
     return x * jax.lax.rsqrt((x * x).sum(axis=-1, keepdims=True) + NORM_EPS)
 
 
-def delta_rule_chunk(memory: Memory, tokens: Operands) -> tuple[Memory, Array]:
+def delta_rule_chunk(memory: Memory, tokens: RecurrenceOperands) -> tuple[Memory, Array]:
     """The rule over a chunk of a prompt, in blocks of :data:`BLOCK` tokens."""
     batch, length = tokens.keys.shape[:2]
     # Tokens of padding decay nothing and write nothing.
     whole = [whole_chunks(part, min(BLOCK, length)) for part in tokens]
     blocks = whole[0].shape[1] // min(BLOCK, length)
-    of_blocks = Operands(*(part.reshape(batch * blocks, -1, *part.shape[2:]) for part in whole))
+    of_blocks = RecurrenceOperands(
+        *(part.reshape(batch * blocks, -1, *part.shape[2:]) for part in whole)
+    )
     size = of_blocks.keys.shape[1]
     total = jnp.cumsum(of_blocks.log_decay, axis=1)
     faded = _faded(total, total, jnp.tri(size, dtype=bool)[None])
@@ -79,7 +81,7 @@ def delta_rule_chunk(memory: Memory, tokens: Operands) -> tuple[Memory, Array]:
     def split(part: Array) -> Array:
         return jnp.moveaxis(part.reshape(batch, blocks, *part.shape[1:]), 1, 0)
 
-    def step(memory: Array, block: tuple[Operands, tuple, Array]) -> tuple[Array, Array]:
+    def step(memory: Array, block: tuple[RecurrenceOperands, tuple, Array]) -> tuple[Array, Array]:
         tokens, (free, by_memory, scores), total = block
         updates = free - _einsum("btjpx,bjpxy->btjpy", by_memory, memory)
         before = _einsum("btjx,bjpxy->btjpy", tokens.queries, memory) * jnp.exp(total)[..., None]
@@ -95,7 +97,7 @@ def delta_rule_chunk(memory: Memory, tokens: Operands) -> tuple[Memory, Array]:
 
 def delta_rule_tree(
     memory: Memory,
-    tokens: Operands,
+    tokens: RecurrenceOperands,
     mask: Bool[Array, "B T T"],
     levels: int,
     behind: tuple[RecurrentRows, Bool[Array, "B T U"]] | None = None,
@@ -137,12 +139,12 @@ def delta_rule_tree(
     return updates, total, read + _einsum("bjptu,bujpy->btjpy", _scores(tokens, faded), updates)
 
 
-def _scores(tokens: Operands, faded: Array) -> Array:
+def _scores(tokens: RecurrenceOperands, faded: Array) -> Array:
     """How much of every update a token reads, ``[B, J, P, T, T]``."""
     return faded * _einsum("btjx,bujx->bjtu", tokens.queries, tokens.keys)[:, :, None]
 
 
-def _system(tokens: Operands, faded: Array) -> Array:
+def _system(tokens: RecurrenceOperands, faded: Array) -> Array:
     """``L``: how much of every earlier token's update a token's lacks, ``[B, J, P, T, T]``."""
     alike = _einsum("btjx,bujx->bjtu", tokens.keys, tokens.keys)[:, :, None]
     by_strength = jnp.moveaxis(tokens.strength, 1, -1)[..., None]

@@ -18,7 +18,7 @@ from longspec_jax.ops.layer import rms_norm
 from longspec_jax.ops.partitioned import partitioned
 from longspec_jax.ops.recurrence.delta_rule import (
     BLOCK,
-    Operands,
+    RecurrenceOperands,
     delta_rule_chunk,
     delta_rule_tree,
     normalised,
@@ -289,12 +289,12 @@ def _convolved(back: list[Array], taps: Array) -> Array:
     return jax.nn.silu(sum(parts)).astype(back[0].dtype)
 
 
-def _operands(memory: Array, mixed: Array, log_decay: Array, strength: Array) -> Operands:
+def _operands(memory: Array, mixed: Array, log_decay: Array, strength: Array) -> RecurrenceOperands:
     """Queries, keys and values of what the convolution yields, in float32."""
     _, _, shared, width, value = memory.shape
     wide = mixed.astype(jnp.float32)
     queries, keys, values = jnp.split(wide, [width, 2 * width], axis=3)
-    return Operands(
+    return RecurrenceOperands(
         normalised(queries) * width**-0.5,
         normalised(keys),
         values.reshape(*values.shape[:3], shared, value),

@@ -17,7 +17,7 @@ from longspec_jax.drafters.checkpoints.dflash import (
     DEEPSPEC,
     SPECULATORS,
     ZLAB,
-    Dialect,
+    FeatureDialect,
     hidden_layers,
     load,
     load_draft,
@@ -45,7 +45,7 @@ KNOWN = np.sort(np.random.default_rng(0).permutation(CONFIG.vocab_size)[:60])
 SLIDING: dict[str, Any] = dict(windows=(9, None), causal=(True, False))
 CAUSAL: dict[str, Any] = dict(causal=(True, True))
 DFLASH2: dict[str, Any] = dict(convolution=Convolution(2, 4), selector=Selector(5, 7))
-DRAFTS: dict[str, tuple[Dialect, DFlashConfig]] = {
+DRAFTS: dict[str, tuple[FeatureDialect, DFlashConfig]] = {
     "z-lab": (ZLAB, config_for(CONFIG, features=(1, 3, 5))),
     "z-lab, sliding": (ZLAB, config_for(CONFIG, **SLIDING, block=8)),
     "JetSpec": (ZLAB, config_for(CONFIG, **CAUSAL, block=16)),
@@ -89,7 +89,7 @@ def _saved(folder: Path, name: str, **changes: Any) -> Path:
     return edit(folder, **changes)
 
 
-def _translate(folder: Path, dialect: Dialect) -> None:
+def _translate(folder: Path, dialect: FeatureDialect) -> None:
     """Write a draft of z-lab's anew, as another family of trainers does."""
     raw = json.loads((folder / "config.json").read_text())
     own = raw.pop("dflash_config")

@@ -22,7 +22,7 @@ from longspec_jax.drafters.checkpoints.eagle3 import (
     MIDLAYER,
     SPECFORGE,
     SPECULATORS,
-    Dialect,
+    FeatureDialect,
     load,
     save_draft,
 )
@@ -40,7 +40,7 @@ CONFIG = tiny_target_config(num_layers=8)
 TARGET = Target(CONFIG, random_target(CONFIG))
 KNOWN = np.sort(np.random.default_rng(0).permutation(CONFIG.vocab_size)[:60])
 REDUCED: dict[str, Any] = dict(proposable=len(KNOWN), features=(1, 3, 4))
-DRAFTS: dict[str, tuple[Dialect, Eagle3Config]] = {
+DRAFTS: dict[str, tuple[FeatureDialect, Eagle3Config]] = {
     "authors": (AUTHORS, config_for(CONFIG, **REDUCED, rope_theta=5e5)),
     "authors, whole vocabulary": (AUTHORS, config_for(CONFIG, features=(1, 3, 4))),
     "authors, yarn of SpecPV": (
@@ -95,7 +95,7 @@ def _saved(folder: Path, name: str, **changes: Any) -> Path:
     return edit(folder, **changes) if changes else folder
 
 
-def _translate(folder: Path, dialect: Dialect) -> None:
+def _translate(folder: Path, dialect: FeatureDialect) -> None:
     """Write a draft of SpecForge's anew, as another family of trainers does."""
     raw = json.loads((folder / "config.json").read_text())
     own = raw.pop("eagle_config")

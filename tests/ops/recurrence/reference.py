@@ -6,19 +6,19 @@ import jax
 import jax.numpy as jnp
 
 from longspec_jax.axes import Array
-from longspec_jax.ops.recurrence.delta_rule import Memory, Operands
+from longspec_jax.ops.recurrence.delta_rule import Memory, RecurrenceOperands
 
 _einsum = partial(jnp.einsum, precision="highest")
 
 
-def delta_rule_reference(memory: Memory, tokens: Operands) -> tuple[Memory, Array]:
+def delta_rule_reference(memory: Memory, tokens: RecurrenceOperands) -> tuple[Memory, Array]:
     """The rule, token by token.
 
     Returns:
       The state after the tokens, and what they read, ``[B, T, J, P, Y]``.
     """
 
-    def step(memory: Array, token: Operands) -> tuple[Array, Array]:
+    def step(memory: Array, token: RecurrenceOperands) -> tuple[Array, Array]:
         q, k, v, log_decay, strength = token
         memory = memory * jnp.exp(log_decay)[..., None, None]
         known = _einsum("bjx,bjpxy->bjpy", k, memory)

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from longspec_jax.sharding import make_mesh
 from tests.kit import each_row
 from tests.train.tiny import ROOT, SyntheticRows, run_of, source_of, write_documents
-from train.data.batches import Batches, Plan, bucket_lengths, prefetch
+from train.data.batches import Batches, BatchPlan, bucket_lengths, prefetch
 from train.data.rows import PackedRows, Row, Selection, Spans
 from train.data.source import Source
 from train.data.tokens import read_tokens, write_tokens
@@ -209,11 +209,11 @@ def test_the_plan_is_that_of_its_seed_and_mixes_lengths() -> None:
 
 
 def test_what_fills_no_step_goes_to_the_next_bucket() -> None:
-    plan = Plan.of(np.asarray([1] * 9 + [8] * 1), (2, 4, 8), batch=2, seed=0)
+    plan = BatchPlan.of(np.asarray([1] * 9 + [8] * 1), (2, 4, 8), batch=2, seed=0)
     assert plan.per_epoch == 2  # Eight short rows, and the ninth next to the long one.
     steps = {plan(step).length: sorted(plan(step).rows.tolist()) for step in range(2)}
     assert set(steps) == {2, 8} and len(steps[2]) == 8 and 9 in steps[8]
-    few = Plan.of(np.asarray([1] * 5), (2, 4, 8), batch=2, seed=0)
+    few = BatchPlan.of(np.asarray([1] * 5), (2, 4, 8), batch=2, seed=0)
     assert few.per_epoch == 1 and few(0).length == 4 and len(set(few(0).rows)) == 4
     with pytest.raises(ValueError, match="gives 3 rows, a step needs 4"):
         Batches(OfManyLengths(3, 32, 50), batch=4, accumulation=1, seed=0, buckets=3)
@@ -236,7 +236,7 @@ def planned_padding(
 ) -> float:
     drawn = np.random.default_rng(0).lognormal(np.log(median), sigma, rows)
     lengths = np.clip(drawn.astype(int), 8, seq_len)
-    plan = Plan.of(lengths, bucket_lengths(seq_len, n), batch, seed=0)
+    plan = BatchPlan.of(lengths, bucket_lengths(seq_len, n), batch, seed=0)
     taken = np.concatenate([plan(step).rows for step in range(plan.per_epoch)])
     return 1 - lengths[taken].sum() / (plan.per_epoch * batch * seq_len)
 
