@@ -37,7 +37,7 @@ from longspec_jax.decoding.batch_invariant import is_identical
 from longspec_jax.embedded import DEMO_NAME, demo_drafts, demo_target
 from longspec_jax.generation import comparison, inspection
 from longspec_jax.generation.activity import OnActivity
-from longspec_jax.generation.call import Plan, plan_call
+from longspec_jax.generation.call import CallPlan, plan_call
 from longspec_jax.generation.grammar import Grammar, compile_grammar, vocabulary_of
 from longspec_jax.generation.inputs import Batch, Inputs, read_batch
 from longspec_jax.generation.memory import MemoryPlan, check_fits
@@ -300,7 +300,7 @@ class LongSpec(Models):
         return self._rounds(plan, batch, on_activity)
 
     def _rounds(
-        self, plan: Plan, batch: Batch, on_activity: OnActivity | None
+        self, plan: CallPlan, batch: Batch, on_activity: OnActivity | None
     ) -> Generator[StreamRound, None, None]:
         run = start(plan, batch, self._known, streams=True, on_activity=on_activity)
         with closing(added_rounds(run)) as rounds:
@@ -458,7 +458,7 @@ class LongSpec(Models):
         adaptive: bool = False,
         *,
         return_trees: bool = False,
-    ) -> tuple[Plan, Batch]:
+    ) -> tuple[CallPlan, Batch]:
         """Read and check everything that a call was given, before anything runs."""
         given = options.copy()
         tree, template = given.pop("tree", None), given.pop("chat_template", None)

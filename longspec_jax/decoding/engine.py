@@ -34,7 +34,7 @@ from longspec_jax.decoding.inflight import Faults, LaunchQueue, most_rounds
 from longspec_jax.decoding.logprobs import check_alternatives, first_logprobs
 from longspec_jax.decoding.policy import FastestWithinBudget
 from longspec_jax.decoding.prefixes import PrefixCache
-from longspec_jax.decoding.prompts import Plan, Prefill, Prompts, Waiting
+from longspec_jax.decoding.prompts import Prefill, Prompts, StepPlan, Waiting
 from longspec_jax.decoding.report import Report
 from longspec_jax.decoding.rows import Request, Rows, release
 from longspec_jax.decoding.runner import ModelRunner
@@ -424,7 +424,7 @@ class Engine:
             self._place(self.prompts.under_way[now.place], begun)
             del self.prompts.under_way[now.place]
 
-    def _plan(self) -> Plan:
+    def _plan(self) -> StepPlan:
         # A prefill of tokens that rounds emitted would give their keys other bits.
         preempts = self._readmits and not self.runner.target.batch_invariant
         live = self._slots.priorities if preempts else ()

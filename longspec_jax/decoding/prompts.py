@@ -102,7 +102,7 @@ class Prefill:
         return any(one.alternatives >= 0 for one in self.waiting)
 
 
-class Plan(NamedTuple):
+class StepPlan(NamedTuple):
     """What a step does before it launches rounds."""
 
     admit: Sequence[int] = ()
@@ -199,7 +199,7 @@ class Prompts:
         self.queue.clear()
         self.under_way.clear()
 
-    def plan(self, free: int, live: Sequence[int]) -> Plan:
+    def plan(self, free: int, live: Sequence[int]) -> StepPlan:
         """What a step does next; nothing changes by it.
 
         A lower priority goes first, and of equal ones the request that came first. A prompt is
@@ -230,7 +230,7 @@ class Prompts:
             # The prefill of the worst priority that began last, if a better request waits.
             worst, last = max((one.priority, index) for index, one in enumerate(self.under_way))
             postpone = last if self.queue[eligible[0]].priority < worst else None
-        return Plan(
+        return StepPlan(
             admit=tuple(eligible[:size]) if may_admit else (),
             chunk=min(left)[2] if left else None,
             place=best[1] if best and free >= size else None,

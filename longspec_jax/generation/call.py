@@ -91,7 +91,7 @@ class Shape:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class CallPlan:
     """What a call decodes with, and all sizes that it needs."""
 
     target: TargetModel
@@ -224,7 +224,7 @@ class Plan:
             prompt_logprobs=none if self.scored else None,
         )
 
-    def weighing(self, plain: float = 1.0, tree: float = 0.0) -> "Plan":
+    def weighing(self, plain: float = 1.0, tree: float = 0.0) -> "CallPlan":
         """The same, but a tree that costs nothing to propose is verified only where it pays.
 
         Args:
@@ -235,10 +235,10 @@ class Plan:
         return replace(self, params=replace(self.params, costs=costs))
 
     @cached_property
-    def _narrowed(self) -> dict[tuple[tuple[Drafter, ...], bool], "Plan"]:
+    def _narrowed(self) -> dict[tuple[tuple[Drafter, ...], bool], "CallPlan"]:
         return {}
 
-    def narrowed(self, drafters: tuple[Drafter, ...], *, weighs: bool) -> "Plan":
+    def narrowed(self, drafters: tuple[Drafter, ...], *, weighs: bool) -> "CallPlan":
         """The same with these candidates, made once.
 
         Args:
@@ -250,7 +250,7 @@ class Plan:
         return self._narrowed[drafters, weighs]
 
     @cached_property
-    def without_draft(self) -> "Plan":
+    def without_draft(self) -> "CallPlan":
         """The same, decoded plainly."""
         params = Params(self.params.target, None)
         return replace(self, drafters=(NoDraft(),), params=params, open=False)
@@ -263,7 +263,7 @@ def plan_call(
     *,
     adaptive: bool = False,
     return_trees: bool = False,
-) -> Plan:
+) -> CallPlan:
     """The drafters of a call, its sizes, and what it takes of the devices.
 
     Calls that differ in data alone have the same plan, made once.
@@ -301,7 +301,7 @@ def plan_call(
     memory = plan_memory(
         models, drafters, draft, batches, shape.capacity, shape.chunk, adjusted=adjusted
     )
-    models.plans[key] = Plan(
+    models.plans[key] = CallPlan(
         target=models.target,
         drafters=drafters,
         params=Params(models.target_params, draft),

@@ -22,7 +22,7 @@ from longspec_jax.decoding.sampling import Sampling
 from longspec_jax.decoding.target import TargetModel
 from longspec_jax.drafters.base import Params
 from longspec_jax.generation.activity import DecodingPlainly
-from longspec_jax.generation.call import Plan
+from longspec_jax.generation.call import CallPlan
 from longspec_jax.generation.memory import free_bytes
 from longspec_jax.generation.result import GenerateResult, OnRound, StreamRound
 from longspec_jax.generation.run import Run, follow, start
@@ -98,7 +98,7 @@ def run_both(run: Run, on_round: OnRound | None = None) -> Comparison:
     return Comparison(speculative, plain, divergences)
 
 
-def _room_for_two(plan: Plan) -> bool:
+def _room_for_two(plan: CallPlan) -> bool:
     """Whether the device holds a second cache next to the first; the host is not asked to."""
     if plan.target.offload:
         return False

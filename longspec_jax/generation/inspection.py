@@ -28,7 +28,7 @@ from longspec_jax.decoding.sampling import NO_TOKEN
 from longspec_jax.decoding.target import TargetModel, Verification
 from longspec_jax.drafters.base import Drafter, Params
 from longspec_jax.drafters.tree import Tree
-from longspec_jax.generation.call import Plan
+from longspec_jax.generation.call import CallPlan
 from longspec_jax.generation.run import Run
 from longspec_jax.ops.partitioned import use_mesh
 
@@ -177,7 +177,7 @@ def _commit(
         return round_lib.accept_and_commit(target, drafter, params, rows, tree, verified, draws)
 
 
-def _seen(plan: Plan, rows: Rows) -> dict[str, Array]:
+def _seen(plan: CallPlan, rows: Rows) -> dict[str, Array]:
     """A round without its commit: the same tree, draws and path as in the round that follows."""
     models = plan.target, plan.drafter, plan.params
     rows, tree, noise = _draft(*models, rows)

@@ -17,7 +17,7 @@ from longspec_jax.decoding.report import RoundTree
 from longspec_jax.decoding.warmup import RoundTimes
 from longspec_jax.drafters.base import proposers
 from longspec_jax.generation.activity import Activity, OnActivity, Prefilling, Tuned
-from longspec_jax.generation.call import Plan
+from longspec_jax.generation.call import CallPlan
 from longspec_jax.generation.inputs import Batch
 from longspec_jax.generation.result import (
     ROUNDS,
@@ -82,7 +82,7 @@ class RowOutput:
 class Run(TextEngine):
     """A call on its way: its rows are the requests of an engine, by the same numbers."""
 
-    plan: Plan
+    plan: CallPlan
     batch: Batch
     known: CallCache
     streams: bool
@@ -220,7 +220,7 @@ class Run(TextEngine):
 
 
 def start(
-    plan: Plan,
+    plan: CallPlan,
     batch: Batch,
     known: CallCache,
     *,

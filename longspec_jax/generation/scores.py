@@ -22,7 +22,7 @@ from longspec_jax.decoding.rows import Request, RowShardings
 from longspec_jax.decoding.runner import chunk_of
 from longspec_jax.decoding.sampling import Sampling, processed
 from longspec_jax.decoding.target import TargetModel
-from longspec_jax.generation.call import Plan
+from longspec_jax.generation.call import CallPlan
 from longspec_jax.generation.inputs import Batch
 from longspec_jax.generation.memory import free_host_bytes
 from longspec_jax.ops.partitioned import use_mesh
@@ -49,7 +49,7 @@ def check_host(wanted: int, request: Request, vocab_size: int) -> None:
 
 
 def scores_of(
-    plan: Plan, batch: Batch, sequences: Sequence[tuple[int, ...]], wanted: Sequence[str]
+    plan: CallPlan, batch: Batch, sequences: Sequence[tuple[int, ...]], wanted: Sequence[str]
 ) -> dict[str, tuple[np.ndarray, ...]]:
     """The scores and logits ``[n, V]`` of every row's ``n`` emitted tokens, float32.
 
@@ -62,7 +62,7 @@ def scores_of(
 
 
 def _scores_of_row(
-    plan: Plan, batch: Batch, row: int, emitted: tuple[int, ...], wanted: Sequence[str]
+    plan: CallPlan, batch: Batch, row: int, emitted: tuple[int, ...], wanted: Sequence[str]
 ) -> dict[str, np.ndarray]:
     target, params, prompt = plan.target, plan.params.target, batch.prompts[row]
     shape = len(emitted), target.vocab_size

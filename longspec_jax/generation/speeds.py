@@ -36,7 +36,7 @@ from longspec_jax.decoding.report import shown_by
 from longspec_jax.decoding.round import weighs_trees
 from longspec_jax.decoding.warmup import RoundTimes
 from longspec_jax.drafters.base import Drafter
-from longspec_jax.generation.call import Plan
+from longspec_jax.generation.call import CallPlan
 
 DAYS = 30
 """After which what was kept does not count: drivers, clocks and neighbours change."""
@@ -211,7 +211,7 @@ def _faded(known: Sequence[TreeTiming], ran: Collection[TreeConfig]) -> tuple[Tr
 class Settled:
     """A plan with what its call may run."""
 
-    plan: Plan
+    plan: CallPlan
     first: int = 0
     """The candidate that it begins with."""
     timings: tuple[TreeTiming, ...] = ()
@@ -260,7 +260,7 @@ class Settled:
             least={index: least[index] for index in weighing},
         )
 
-    def weighing(self, times: RoundTimes) -> Plan:
+    def weighing(self, times: RoundTimes) -> CallPlan:
         """The plan with the seconds by which a round weighs its tree, where it does."""
         drafters, params = self.plan.drafters, self.plan.params
         free = [index for index, one in enumerate(drafters) if weighs_trees(one, params)]
@@ -271,7 +271,7 @@ class Settled:
 
 
 def settle(
-    plan: Plan, speeds: KnownSpeeds, *, streams: bool, identical: bool, fixed: bool = False
+    plan: CallPlan, speeds: KnownSpeeds, *, streams: bool, identical: bool, fixed: bool = False
 ) -> Settled:
     """The candidates of a call: those of an open plan, plain decoding among them.
 

@@ -20,15 +20,15 @@ from longspec_jax.decoding.jit_cache import PROGRAMS, compile_side_by_side
 from longspec_jax.decoding.round import weighs_trees
 from longspec_jax.decoding.warmup import RoundTimes
 from longspec_jax.generation.activity import Compiling, OnActivity
-from longspec_jax.generation.call import Plan
+from longspec_jax.generation.call import CallPlan
 
 
-def can_precompile(plan: Plan) -> bool:
+def can_precompile(plan: CallPlan) -> bool:
     """Whether all shapes and shardings are known before an array is made."""
     return plan.target.mesh is None and not plan.target.offload and not plan.waits
 
 
-def rehearse(plan: Plan, streams: bool, rounds: bool) -> RoundTimes:
+def rehearse(plan: CallPlan, streams: bool, rounds: bool) -> RoundTimes:
     """Compile everything that a plan runs, and run a little of it.
 
     Arguments as of :meth:`WarmShapes.prepare`.
@@ -72,7 +72,7 @@ def rehearse(plan: Plan, streams: bool, rounds: bool) -> RoundTimes:
         )
 
 
-def _rehearsed_lengths(plan: Plan) -> list[int]:
+def _rehearsed_lengths(plan: CallPlan) -> list[int]:
     """Tokens of the prompts of a rehearsal; all chunk sizes, if they are not compiled before it."""
     if plan.shape.alone:
         lengths = [min(chunk, plan.longest) for chunk in plan.chunks[: plan.rows]]
@@ -92,7 +92,7 @@ class WarmShapes:
         self._lock = Lock()
 
     def prepare(
-        self, plan: Plan, streams: bool, on_activity: OnActivity, *, rounds: bool = True
+        self, plan: CallPlan, streams: bool, on_activity: OnActivity, *, rounds: bool = True
     ) -> tuple[float, RoundTimes]:
         """Make a short run if the plan's shape is new.
 
@@ -122,7 +122,7 @@ class WarmShapes:
                 self._times[signature] = times
             return seconds, self._times.get(signature, RoundTimes())
 
-    def learn(self, plan: Plan, round_seconds: float) -> None:
+    def learn(self, plan: CallPlan, round_seconds: float) -> None:
         """Remember how long the rounds of a finished run took."""
         with self._lock:
             self._times[plan.signature] = RoundTimes((round_seconds,))

@@ -12,7 +12,7 @@ from longspec_jax.decoding.chooser import Chooser, Measurement, load_of
 from longspec_jax.decoding.engine import Engine
 from longspec_jax.decoding.inflight import FAULTS_APART
 from longspec_jax.decoding.policy import FastestWithinBudget
-from longspec_jax.decoding.prompts import Plan, Prefill, Waiting
+from longspec_jax.decoding.prompts import Prefill, StepPlan, Waiting
 from longspec_jax.decoding.slots import StepOutput
 from longspec_jax.decoding.warmup import largest_chunk, smaller_chunks
 from longspec_jax.drafters.base import NoDraft, Params
@@ -42,7 +42,7 @@ def waiting(priority: int, id: int = 0) -> Waiting:
     return Waiting(priority, id, np.zeros(1, np.int32), asked(0))
 
 
-def seen(queued: Any = (), prefilling: Any = (), live: Any = (), **more: Any) -> Plan:
+def seen(queued: Any = (), prefilling: Any = (), live: Any = (), **more: Any) -> StepPlan:
     """What is planned next to waiting, prefilled and live requests of these priorities.
 
     Args:
@@ -64,17 +64,17 @@ TOGETHER = {"slots": 3, "together": True, "prefills": 1}
 @each_row(
     ("queued", "prefilling", "now", "expected"),
     [
-        ((0, 0), (), {"free": 1, "prefills": 1}, Plan((0,), None, None)),
-        ((0, 0), ((3, 0),), {"prefills": 1}, Plan((), 0, None)),
-        ((0, 0), ((3, 0), (1, 0)), {"prefills": 3}, Plan((0,), 1, None)),
-        ((), ((0, 0), (2, 0)), {}, Plan((), 1, None)),
-        ((), ((2, 0), (0, 0)), {"free": 1}, Plan((), 0, 1)),
-        ((0, 0), (), {"free": 3, **TOGETHER}, Plan((), None, None)),
-        ((0, 0, 0), (), {"free": 3, **TOGETHER}, Plan((0, 1, 2), None, None)),
-        ((), ((0, 0),), {"free": 2, **TOGETHER}, Plan((), None, None)),
+        ((0, 0), (), {"free": 1, "prefills": 1}, StepPlan((0,), None, None)),
+        ((0, 0), ((3, 0),), {"prefills": 1}, StepPlan((), 0, None)),
+        ((0, 0), ((3, 0), (1, 0)), {"prefills": 3}, StepPlan((0,), 1, None)),
+        ((), ((0, 0), (2, 0)), {}, StepPlan((), 1, None)),
+        ((), ((2, 0), (0, 0)), {"free": 1}, StepPlan((), 0, 1)),
+        ((0, 0), (), {"free": 3, **TOGETHER}, StepPlan((), None, None)),
+        ((0, 0, 0), (), {"free": 3, **TOGETHER}, StepPlan((0, 1, 2), None, None)),
+        ((), ((0, 0),), {"free": 2, **TOGETHER}, StepPlan((), None, None)),
     ],
 )
-def test_the_plan_of_a_step(queued: Any, prefilling: Any, now: Any, expected: Plan) -> None:
+def test_the_plan_of_a_step(queued: Any, prefilling: Any, now: Any, expected: StepPlan) -> None:
     assert seen(queued, prefilling, **now) == expected
 
 
@@ -101,7 +101,7 @@ def test_a_better_request_takes_the_place_of_a_prefill() -> None:
     assert found.postpone == 2 and not found.admit
     assert seen((2,), begun, prefills=3).postpone is None
     assert seen((1,), begun, prefills=3, held_back=0).postpone is None
-    assert seen((1,), begun, prefills=4) == Plan((0,), 1)
+    assert seen((1,), begun, prefills=4) == StepPlan((0,), 1)
 
 
 def test_a_request_that_is_held_back_is_overtaken() -> None:
