@@ -41,7 +41,7 @@ class PacedEngine(ScriptedEngine):
         super().__init__()
         tree = TreeConfig((1, 1, 1))
         drafter = SimpleNamespace(tree=tree, name="script", sources=("script",))
-        prompts = SimpleNamespace(chunk=32)
+        prompts = SimpleNamespace(chunks=(32,))
         self.runner: Any = SimpleNamespace(slots=slots, drafter=drafter)
         self.engine: Any = SimpleNamespace(prompts=prompts)
         self.memory = SimpleNamespace(needed_bytes=5000)
