@@ -31,6 +31,7 @@ about 6 minutes on one H200, an estimate.
 
 from ml_collections import ConfigDict
 
+from longspec_jax.embedded import demo_target
 from longspec_jax.recipes import base_config, code_corpus, miniature, small_llama, stage
 
 CONTEXT = 16384
@@ -88,8 +89,7 @@ def _full(config: ConfigDict) -> None:
 
 def _draft(config: ConfigDict) -> None:
     """Another draft for the target that is there, in fixed steps."""
-    config.target = "longspec_jax/demo/target"
-    config.data.corpus.tokenizer = config.target
+    config.target = config.data.corpus.tokenizer = str(demo_target())
     config.data.begin_rows = True
     del config.pretraining
     config.stages.short.update(steps=1500, max_seconds=0.0)

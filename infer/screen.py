@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, TextIO
 
+from longspec_jax.cli import harmless
 from longspec_jax.generation.activity import Activity, Compiling, DecodingPlainly, Prefilling, Tuned
 from longspec_jax.status_line import NARROWEST, StatusLine
 
@@ -58,7 +59,8 @@ class Screen:
     def pieces(self, pieces: "Iterable[Piece]") -> None:
         """Print the model's text."""
         for drafted, group in itertools.groupby(pieces, lambda piece: piece.drafted):
-            self._write("".join(piece.text for piece in group), GREEN if drafted else "")
+            text = "".join(piece.text for piece in group)
+            self._write(text if self._width is None else harmless(text), GREEN if drafted else "")
 
     def end_line(self) -> None:
         """Begin a line, if one is open."""

@@ -58,6 +58,8 @@ QUIET = {
 """Environment variables that keep libraries quiet, where the user has not set them."""
 STACK_BYTES = 64 * 2**20
 """Stack of the working thread: tracing nests deeply, and threads have less than a process."""
+_STEERING = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n\r"}
+"""Control characters, of which escape sequences are made, as what stands for the unreadable."""
 PATIENCE = 1.5
 """Seconds that a stopped command has to save and print before its process ends."""
 
@@ -131,7 +133,12 @@ def quiet_libraries() -> None:
 def say(message: str) -> None:
     """Print a message on standard error, unless it is gone with its terminal."""
     with contextlib.suppress(OSError):
-        print(message, file=sys.stderr, flush=True)
+        print(harmless(message), file=sys.stderr, flush=True)
+
+
+def harmless(text: str) -> str:
+    """A text without what steers a terminal: a model's files and its answers are others' words."""
+    return text.translate(_STEERING)
 
 
 def fail(error: Exception, shows_traceback: bool = False) -> int:
@@ -319,6 +326,14 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any):
         """Bind the options of ``argparse``."""
         super().__init__(**{"allow_abbrev": False, "formatter_class": _Help, **options})
+
+    def format_help(self) -> str:
+        """The help, which names other commands as they are typed here."""
+        text = super().format_help()
+        if self.prog in SCRIPTS.values():
+            for module, script in SCRIPTS.items():
+                text = text.replace(f"python -m {module}", script)
+        return text
 
     def error(self, message: str) -> NoReturn:
         """Raise the message, which begins with the option as it is typed."""

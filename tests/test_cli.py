@@ -248,6 +248,21 @@ def test_a_command_is_named_as_it_was_typed() -> None:
     assert cli.command_name("infer.eval") == "python -m infer.eval"
 
 
+def test_help_names_other_commands_as_they_are_installed() -> None:
+    about = "see python -m train.regenerate and python -m benchmarks"
+    for prog, said in {
+        "longspec-train": "see longspec-regenerate and python -m benchmarks",
+        "python -m train.run": about,
+    }.items():
+        assert said in cli.Parser(prog=prog, description=about).format_help()
+
+
+def test_a_message_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """A file's names are in messages: of a tensor, of what a template raises."""
+    cli.fail(ValueError("unexpected \x1b]0;title\x07 (3,)\n\tas in é"))
+    assert capsys.readouterr().err == "error: unexpected \ufffd]0;title\ufffd (3,)\n\tas in é\n"
+
+
 def test_every_script_is_installed() -> None:
     for script, point in PROJECT["scripts"].items():
         module, _, function = point.partition(":")

@@ -455,6 +455,17 @@ class RunConfig:
         """Where the target of a run in a folder is, or will be once it is trained."""
         return self.target or str(workdir / "target")
 
+    def found_target(self, workdir: Path) -> Path:
+        """The folder or GGUF file of that target, fetched if need be.
+
+        Raises:
+          FileNotFoundError: if one is named and cannot be had.
+        """
+        from longspec_jax.weights.hub import local_model  # Late: the hub's client is slow.
+
+        revision = self.revision or None
+        return local_model(self.target, revision) if self.target else workdir / "target"
+
     def identity(self, stage: StageConfig, shape: TargetConfig | None = None) -> dict[str, Any]:
         """What a resumed run of a stage must have in common with the one before it.
 

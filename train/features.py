@@ -18,13 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from longspec_jax import files
+from longspec_jax import cli, files
 
 from .fingerprint import Fingerprint, differences
 
 SHARD = 1 << 28
 """Bytes of a shard of full rows, about."""
-AGAIN = "run the same python -m train.prepare again"
+PREPARE = cli.command_name(__package__, "prepare")
+AGAIN = f"run the same {PREPARE} again"
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,7 @@ def open_features(folder: Path, about: Fingerprint, lengths: np.ndarray) -> Feat
     file = folder / "features.json"
     if not file.is_file():
         raise FileNotFoundError(
-            f"{folder} has no features; python -m train.prepare with the same configuration stores "
+            f"{folder} has no features; {PREPARE} with the same configuration stores "
             "them, and --config.features.folder='' trains without"
         )
     saved = _described(file, "about", "parts", "shard_rows")

@@ -12,6 +12,7 @@ import json
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -92,12 +93,10 @@ def open_run(config: RunConfig, workdir: Path) -> TrainingRun:
     metrics = Metrics(workdir / "metrics.jsonl", open_writers(config, workdir))
     run = TrainingRun(config, workdir, mesh, metrics)
     if (corpus := config.data.corpus) is not None:
-        target = Path(run.target_source)
+        record = partial(metrics.write, "corpus", 0)
         by_first(
             "corpus",
-            lambda: prepare_corpus(
-                corpus, workdir, target, lambda values: metrics.write("corpus", 0, values)
-            ),
+            lambda: prepare_corpus(corpus, workdir, config.found_target(workdir), record),
         )
     return run
 

@@ -85,7 +85,7 @@ def _corpus(config: "RunConfig", corpus: "CorpusConfig", workdir: Path) -> str:
     from .data.tokens import read_tokens
 
     started = time.monotonic()
-    made = prepare_corpus(corpus, workdir, Path(config.target_in(workdir)), lambda values: None)
+    made = prepare_corpus(corpus, workdir, config.found_target(workdir), lambda values: None)
     seconds = time.monotonic() - started
     train, held_out = (len(read_tokens(path)) for path in made)
     return (

@@ -14,6 +14,7 @@ from longspec_jax.checks import (
     GenerationConfig,
     Tokenizer,
     as_plain,
+    first_line,
     is_whole,
     require_tokenizer,
     shown,
@@ -203,7 +204,8 @@ def encode_text(
 
     Raises:
       ValueError: without a tokenizer, for a text that is too long, and for half of a surrogate
-        pair, which no UTF-8 text and no tokenizer can hold.
+        pair, which no UTF-8 text and no tokenizer can hold, and where a pattern of the tokenizer
+        finds no end.
     """
     tokenizer = require_tokenizer(tokenizer)
     if max_positions is not None and len(text) > SHORT * max_positions:
@@ -216,7 +218,15 @@ def encode_text(
             "which is no character; read the text as UTF-8, or replace what cannot be read "
             "(errors='replace')"
         ) from error
-    return tokenizer(text, add_special_tokens=special)["input_ids"]
+    try:
+        return tokenizer(text, add_special_tokens=special)["input_ids"]
+    except BaseException as error:  # A panic of Rust is no Exception, and has no class to import.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(
+            f"the tokenizer gave up on this text ({first_line(error)}); shorten it, or use a "
+            "tokenizer.json whose patterns take less"
+        ) from error
 
 
 def _check_characters(tokenizer: Tokenizer, characters: int, max_positions: int) -> None:

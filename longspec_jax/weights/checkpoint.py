@@ -21,6 +21,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from longspec_jax.checks import first_line
+from longspec_jax.config.layers import MAX_EXPERTS
 from longspec_jax.weights.json_files import read_json, what_to_do
 from longspec_jax.weights.pickles import StoredTensor, TensorFile
 
@@ -73,7 +74,8 @@ def each_expert(tensors: Tensors) -> Tensors:
         parts = ("gate", "up") if match[2] == "gate_up" else ("down",)
         count, rows, columns = tensor.shape
         rows //= len(parts)
-        for expert in range(count):
+        # One too many is refused, and a tensor without bytes may name any number.
+        for expert in range(min(count, MAX_EXPERTS + 1)):
             for index, part in enumerate(parts):
                 read = partial(_read_expert, tensor, expert, index * rows, rows)
                 one = Tensor((rows, columns), tensor.dtype, read, tensor.file)

@@ -16,6 +16,7 @@ from longspec_jax.config.known import PRESETS, TARGETS
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.drafters.checkpoints.longspec import draft_table
 from longspec_jax.drafters.longspec import DraftConfig
+from longspec_jax.embedded import demo_target
 from longspec_jax.sharding import make_mesh
 from longspec_jax.weights.tables import target_table
 from tests.kit import each_row
@@ -95,7 +96,7 @@ def test_a_target_has_one_name() -> None:
 @each_row("variant", ["draft", "eagle3", "dflash", "small_lm"])
 def test_the_demos_draft_alone_is_for_its_target(variant: str) -> None:
     config = load("demo", variant)
-    assert config.pretraining is None and config.target == "longspec_jax/demo/target"
+    assert config.pretraining is None and config.target == str(demo_target())
     if variant != "small_lm":
         assert all(stage.steps and not stage.max_seconds for stage in config.stages)
     assert config.draft.kind == ("longspec" if variant == "draft" else variant)

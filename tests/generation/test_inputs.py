@@ -2,6 +2,7 @@
 
 import copy
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -129,6 +130,14 @@ IDS_AND_MASKS = [
 def test_refusals(inputs, message) -> None:
     with pytest.raises(ValueError, match=message):
         to_prompts(inputs, chatty(), 17)
+
+
+def test_a_tokenizer_that_panics_is_a_refusal() -> None:
+    """A pattern such as (a+)+$ of a tokenizer.json does: Rust's panic is no Exception."""
+    panic = type("PanicException", (BaseException,), {})
+    tokenizer = Mock(side_effect=panic("Onig: retry-limit"))
+    with pytest.raises(ValueError, match=r"gave up on this text \(Onig: retry-limit\)"):
+        to_prompts("ab", tokenizer, 17)
 
 
 @each_row("inputs", [TEXTS[0], TEXTS, IDS[0], [MESSAGES, TEXTS[0]]])

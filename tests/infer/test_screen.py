@@ -10,6 +10,7 @@ from infer.output import tree_fields
 from infer.screen import GREEN, RESET, Screen, described
 from longspec_jax import TreeConfig, status_line
 from longspec_jax.generation.activity import Compiling, DecodingPlainly, Prefilling, Tuned
+from longspec_jax.generation.text import Piece
 from longspec_jax.status_line import ERASE, StatusLine
 from tests.kit import each_row
 
@@ -157,6 +158,16 @@ def test_a_line_is_ended_once(color) -> None:
     screen.dim("more")
     screen.activity(DecodingPlainly(0, 10))
     assert out.getvalue().count("\n") == 2
+
+
+def test_an_answer_cannot_steer_the_terminal(terminal) -> None:
+    """Escape sequences set a title or a clipboard; what is piped on is the text as it is."""
+    text = "a\x1b]52;c;eA==\x07\x9b31m\r\n\tb\n"
+    piped = io.StringIO()
+    for out in (terminal, piped):
+        Screen(True, out).pieces([Piece(text, False)])
+    assert terminal.getvalue() == "a\ufffd]52;c;eA==\ufffd\ufffd31m\r\n\tb\n"
+    assert piped.getvalue() == text
 
 
 def test_the_legend_shows_its_colour() -> None:

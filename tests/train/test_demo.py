@@ -14,6 +14,7 @@ from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.small_lm import SmallLMOptions
 from longspec_jax.embedded import DEMO
 from longspec_jax.loading import load_tokenizer
+from longspec_jax.weights import hub
 from longspec_jax.weights.hf import load_target
 from tests.train.tiny import ROOT, records
 from train import pipeline
@@ -98,9 +99,24 @@ def test_a_small_model_for_the_demos_target(
     assert 1 <= records(tmp_path)[-1]["tau_chain"] <= 4
 
 
-def test_a_tokenizer_that_is_not_there_is_said_before_the_corpus_is_built(tmp_path: Path) -> None:
-    values = demo.get_config("tiny")
-    values.data.corpus.tokenizer = "runs/absent/target"
+@pytest.mark.parametrize("is_target", [True, False])
+def test_what_is_not_there_is_said_before_the_corpus_is_built(
+    is_target: bool, tmp_path: Path
+) -> None:
+    """A target's tokenizer too: one of the run's own was trained in place of it, and kept."""
+    values = demo.get_config("draft" if is_target else "tiny")
+    values.data.corpus.tokenizer = "" if is_target else "runs/absent/target"
+    values.target = "runs/absent/target" if is_target else ""
     with pytest.raises(FileNotFoundError, match="runs/absent/target is not a folder"):
         pipeline.train(from_config(values.to_dict()), tmp_path)
-    assert not (tmp_path / "corpus").exists()
+    assert not (tmp_path / "corpus").exists() and not (tmp_path / "tokenizer").exists()
+
+
+def test_a_target_of_another_place_brings_its_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hub id is no path: its drafts were trained on the tokens of another tokenizer."""
+    values = demo.get_config("draft").to_dict() | {"target": "owner/model", "revision": "main"}
+    monkeypatch.setattr(hub, "local_model", lambda name, revision: tmp_path / name / revision)
+    found = from_config(values).found_target(tmp_path)
+    assert found == tmp_path / "owner/model/main"

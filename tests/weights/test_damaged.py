@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from longspec_jax.config.layers import MAX_EXPERTS
 from longspec_jax.drafters.checkpoints.longspec import load_draft
+from longspec_jax.weights.checkpoint import Tensor, each_expert
 from longspec_jax.weights.hf import load_stop_tokens, load_target, save_target
 from tests.kit import each_row, random_target, tiny_target_config
 
@@ -268,3 +270,10 @@ def test_saving_into_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     save_target("~/model", CONFIG, random_target(CONFIG))
     assert load_target("~/model")[0] == CONFIG == load_target(tmp_path / "model")[0]
+
+
+def test_experts_without_bytes_are_not_listed_for_ever(tmp_path):
+    """Such a tensor of 2**40 experts is a file of 100 bytes, and filled the memory."""
+    stacked = Tensor((2**15, 2, 0), "float32", lambda index: np.zeros(0), tmp_path)
+    found = each_expert({"model.layers.0.mlp.experts.gate_up_proj": stacked})
+    assert len(found) == 2 * (MAX_EXPERTS + 1)

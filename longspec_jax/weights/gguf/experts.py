@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from longspec_jax.config.layers import MAX_EXPERTS
 from longspec_jax.weights.checkpoint import Tensor
 from longspec_jax.weights.gguf import layouts
 from longspec_jax.weights.gguf.blocks import decoded, packed
@@ -14,7 +15,8 @@ def each_expert(tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
         f"mlp.experts.{index}.{name}_proj.weight": layouts.part(decoded(stored), index)
         for name in ("gate", "up", "down")
         if (stored := tensors.get(f"ffn_{name}_exps.weight")) is not None
-        for index in range(stored.shape[0] if len(stored.shape) == 3 else 0)
+        # One too many is refused, and small experts of a file may be millions.
+        for index in range(min(stored.shape[0], MAX_EXPERTS + 1) if len(stored.shape) == 3 else 0)
     }
 
 
