@@ -34,7 +34,7 @@ CEILINGS: dict[str, int] = {
     "token lines of infer": 7_905,
     "token lines of train": 5_464,
     "token lines of configs": 322,
-    "token lines of tests": 40_341,
+    "token lines of tests": 40_351,
     "token lines of benchmarks and contrib": 4_454,
     "declarations of an option beyond its first": 21,
     # Of these folders but the tests: density, and types that say nothing.

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from operator import attrgetter
 
 import jax
 import jax.numpy as jnp
@@ -137,7 +136,7 @@ class Engine:
     @cached_property
     def draft_bytes(self) -> int:
         """Bytes of the state of the drafters in all rows, which no round changes."""
-        return sum(map(attrgetter("nbytes"), jax.tree.leaves(self.rows.draft)))
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.rows.draft))
 
     @property
     def live(self) -> tuple[int, ...]:
@@ -287,8 +286,7 @@ class Engine:
         constraints: Mapping[int, Guarded] = FREE,
     ) -> Array:
         """Launch rounds of these slots of an idle engine; their report, which nobody has read."""
-        launch = self.runner.launch
-        self._rows, report = launch(self.rows, choice, kind, slots, constraints)
+        self._rows, report = self.runner.launch(self.rows, choice, kind, slots, constraints)
         return report
 
     def vacate(self, slot: int) -> None:
@@ -512,8 +510,7 @@ class Engine:
         if constraints:
             choice, kind = choice._replace(rounds=1), SamplingKind.ANY
         slots = self._slots.of_launch(self.launch_sizes)
-        launch = runner.launch
-        self._rows, packed = launch(self.rows, choice, kind, slots, constraints, watch)
+        self._rows, packed = runner.launch(self.rows, choice, kind, slots, constraints, watch)
         tree, contents = runner.drafters[choice.candidate].tree, runner.reported[kind]
 
         def read(packed: np.ndarray, seconds: float) -> None:

@@ -275,8 +275,7 @@ def plan_call(
     of_call = tree, rows, adaptive
     if of_call not in models.candidates:
         drafters, draft = drafters_for(models, tree, rows, adaptive=adaptive)
-        levels = max(drafter.tree.num_levels for drafter in drafters)
-        models.candidates[of_call] = drafters, draft, levels
+        models.candidates[of_call] = drafters, draft, tallest(drafters).tree.num_levels
     drafters, draft, levels = models.candidates[of_call]
     shape = Shape.for_call(
         longest,

@@ -33,6 +33,7 @@ from longspec_jax.decoding.rows import Request
 from longspec_jax.decoding.runner import ModelRunner
 from longspec_jax.decoding.slots import EngineStatus
 from longspec_jax.drafters.base import Drafter, Params
+from longspec_jax.drafters.draft import tallest
 from longspec_jax.generation.call import Shape
 from longspec_jax.generation.candidates import candidates_by_load, drafters_for
 from longspec_jax.generation.chat import check_no_open_thought
@@ -78,7 +79,7 @@ class RequestEngine(TextEngine):
         shape = Shape.for_call(
             max_tokens,
             0,
-            max(drafter.tree.num_levels for drafter in drafters),
+            tallest(drafters).tree.num_levels,
             models.prefill_chunk,
             alone=models.target.batch_invariant,
         )

@@ -148,7 +148,7 @@ class Stepper:
         return self.prefill(self.params, cache, prompt, start, last).cache
 
     def nodes(self, cache: KVCache, trees: list[Any], lengths: list[int]) -> Verification:
-        """One pass over a tree of every row, each after so many tokens."""
+        """One pass over a tree of every row, each after its own number of tokens."""
         tokens, depth, mask = (
             jnp.asarray(np.stack([np.asarray(tree[at]) for tree in trees])) for at in range(3)
         )

@@ -42,16 +42,26 @@ def waiting(priority: int, id: int = 0) -> Waiting:
     return Waiting(priority, id, np.zeros(1, np.int32), asked(0))
 
 
-def seen(queued: Any = (), prefilling: Any = (), live: Any = (), **more: Any) -> StepPlan:
+def seen(
+    queued: Any = (),
+    prefilling: Any = (),
+    live: Any = (),
+    *,
+    free: int = 0,
+    held_back: int | None = None,
+    slots: int = 2,
+    together: bool = False,
+    prefills: int = 2,
+) -> StepPlan:
     """What is planned next to waiting, prefilled and live requests of these priorities.
 
     Args:
       prefilling: also the chunks that are left, 0 where a prefill waits for a slot.
-      **more: ``free`` slots; ``held_back``, the place of a request that had better wait; and
-        options of the engine.
+      free: vacant slots.
+      held_back: the place of a request that had better wait.
     """
-    free, held_back, none = more.pop("free", 0), more.pop("held_back", None), (_ for _ in ())
-    prompts = open_engine(**{"prefills": 2, **more}).prompts
+    prompts = open_engine(slots=slots, together=together, prefills=prefills).prompts
+    none = (_ for _ in ())
     prompts._is_held_back = lambda one: one.id == held_back  # type: ignore[method-assign]
     prompts.queue = [waiting(priority, id) for id, priority in enumerate(queued)]
     prompts.under_way = [Prefill([waiting(own)], none, 64, left) for left, own in prefilling]

@@ -152,7 +152,7 @@ def test_numbers_are_written_before_the_screen_is_closed(folders, monkeypatch, t
 
 
 class Failing(Interrupted):
-    """A library call that fails after two rounds, after so many that succeed."""
+    """A library call that succeeds ``before`` times, and then fails after two rounds."""
 
     def __init__(self, monkeypatch, before: int, error: Exception):
         super().__init__(monkeypatch, before)
