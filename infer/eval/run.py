@@ -47,10 +47,6 @@ from .records import (
 KEPT = (
     "samples min_prompt max_prompt prompt_style max_new_tokens top_p top_k ignore_eos repetitions"
 ).split()
-KEPT_OF_MODELS = (
-    "revision draft_revision adapter mesh prefill_chunk max_num_seqs offload batch_invariant "
-    "kv_dtype attention"
-).split()
 """Options that a continued run must repeat, besides those with a field in the header."""
 DEFINITIONS = {
     "acceptance_length": ACCEPTANCE_DEFINITION,
@@ -358,7 +354,8 @@ def _header(config: EvalConfig, spec: LongSpec, decoders: Sequence[Decoder]) -> 
         batch=config.batch,
         options={
             **{name: getattr(config, name) for name in KEPT},
-            **{name: getattr(config.models, name) for name in KEPT_OF_MODELS},
+            **{name: each for name, each in config.models.options.items() if name != "dtype"},
+            "mesh": config.models.mesh,
             "context": config.contexts,
             "data": {task: str(path) for task, path in config.data},
         },
