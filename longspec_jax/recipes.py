@@ -243,14 +243,14 @@ def paper_config(
       data: what it says of all data, such as ``turn``.
       seed: of the rows and their order.
     """
-    if variant not in (variants := ("all", *STAGES, "parallel", *_OF_KINDS)):
+    if variant not in (variants := ("all", *STAGES, "parallel", *KINDS)):
         known = ", ".join(variants)
         raise ValueError(f"{name} has no variant {variant!r}; choose one of {known}")
     config = base_config()
     config.update(target=target, data=data, seed=seed)
-    if variant in _OF_KINDS:
+    if variant in KINDS:
         config.draft = dict(kind=variant)
-        return _OF_KINDS[variant](config, chat_turn or config.to_dict()["data"]["turn"])
+        return KINDS[variant](config, chat_turn or config.to_dict()["data"]["turn"])
     stages = dict(
         short=stage(SHORT_LENGTH, 2048, 5e-4, max_offset=max_offset),
         long=stage(long_length, 256, 5e-6),
@@ -310,9 +310,9 @@ def _chats(turn: str) -> dict[str, Any]:
     return dict(hub=CHAT_DATA, split=CHAT_SPLIT, turn=turn, mask_prompts=True, buckets=3)
 
 
-_OF_KINDS: dict[str, Callable[["ConfigDict", str], "ConfigDict"]] = {
+KINDS: dict[str, Callable[["ConfigDict", str], "ConfigDict"]] = {
     "eagle3": partial(_on_chats, clip=0.5, rate=1e-4, epochs=2),
     "dflash": partial(_on_chats, clip=1.0, rate=6e-4, epochs=6),
     "small_lm": _on_text_and_chats,
 }
-"""How other kinds of drafts are trained, with the published numbers; each names its variant."""
+"""How other kinds of drafts are trained, with the published numbers; each is a variant."""
