@@ -3,7 +3,7 @@
 import argparse
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,6 +42,8 @@ DRAFT_HELP = (
     "Several propose into one tree, and prompt lookup with them; a --tree has lookup only with ~, "
     "as in 4,16x4@64~8. Plain decoding if absent"
 )
+UNSET = {name: option.default for name, option in loading.OPTIONS.items()}
+"""How models are loaded where no option is named."""
 NO_FILTER = neutral(FILTERS)
 NO_PENALTY = neutral(PENALTIES)
 BATCH_LINE = (
@@ -210,17 +212,9 @@ class Models:
     """The demo's if None."""
     draft: Sequence[str] | None = None
     draft_option: Sequence[tuple[str, Any]] | None = None
-    revision: str | None = None
-    draft_revision: str | None = None
-    adapter: str | None = None
-    dtype: str = "auto"
-    kv_dtype: str | None = None
-    attention: str | None = None
-    batch_invariant: bool | None = None
-    prefill_chunk: int | None = None
+    options: Mapping[str, Any] = field(default_factory=lambda: UNSET)
+    """Those of :data:`longspec_jax.config.loading.OPTIONS`, all of them."""
     mesh: Mapping[str, int] | None = None
-    max_num_seqs: int | None = None
-    offload: bool = False
     tree: TreeConfig | None = None
     """None if calls choose."""
     adaptive: bool = False
@@ -244,7 +238,10 @@ class Models:
 def models_of(arguments: argparse.Namespace) -> Models:
     """The models that a command line names; options that a command lacks stay as they are."""
     given = vars(arguments)
-    return Models(**{each.name: given[each.name] for each in fields(Models) if each.name in given})
+    return Models(
+        **{each.name: given[each.name] for each in fields(Models) if each.name in given},
+        options={name: given.get(name, default) for name, default in UNSET.items()},
+    )
 
 
 def sampling_options(arguments: argparse.Namespace) -> GenerateOptions:
@@ -352,7 +349,7 @@ def _models(models: Models) -> Iterator[str]:
         ("target", "revision", targets),
         ("draft", "draft_revision", trained),
     ):
-        if getattr(models, revision) is None:
+        if models.options[revision] is None:
             continue
         if not sources:
             yield (
@@ -367,8 +364,8 @@ def _models(models: Models) -> Iterator[str]:
 
 
 def _placement(models: Models) -> Iterator[str]:
-    for option in ("mesh", "max_num_seqs"):
-        if models.offload and getattr(models, option):
+    for option, divided in ("mesh", models.mesh), ("max_num_seqs", models.options["max_num_seqs"]):
+        if models.options["offload"] and divided:
             yield (
                 f"--offload keeps the cache of one device and of all rows at once in the host's "
                 f"memory, and --{option} divides it; drop one of the two"

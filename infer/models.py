@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -61,13 +62,13 @@ def fetch(models: Models) -> tuple[Path, list[str | Path]]:
     if models.target is None or models.is_demo:
         target = demo_target()
     else:
-        target = _fetched("target", models.target, models.revision)
+        target = _fetched("target", models.target, models.options["revision"])
     return target, [] if models.tree == PLAIN else [
         named
         if is_name(named)
         else DRAFTS[named]
         if named in DRAFTS
-        else _fetched_draft(named, models.draft_revision)
+        else _fetched_draft(named, models.options["draft_revision"])
         for named in models.drafts
     ]
 
@@ -104,19 +105,13 @@ def load_named(models: Models, status: StatusLine) -> LongSpec:
 
 def load(models: Models, target: Path, sources: Sequence[str | Path]) -> LongSpec:
     """The models, from their folders."""
-    # A model as small as the demo's gains nothing from 16 bits.
-    is_default = models.is_demo and models.dtype == "auto"
+    own: dict[str, Any] = {"revision": None, "draft_revision": None}  # They are fetched.
+    if models.is_demo and models.options["dtype"] == "auto":
+        own["dtype"] = "float32"  # A model as small as the demo's gains nothing from 16 bits.
     return LongSpec.from_pretrained(
         target,
         [*sources] or None,
         draft_options=cli.as_options(models.draft_option) if sources else None,
         mesh=make_mesh(**models.mesh) if models.mesh else None,
-        dtype="float32" if is_default else models.dtype,
-        attention=models.attention,
-        prefill_chunk=models.prefill_chunk,
-        max_num_seqs=models.max_num_seqs,
-        offload=models.offload,
-        batch_invariant=models.batch_invariant,
-        kv_dtype=models.kv_dtype,
-        adapter=models.adapter,
+        **{**models.options, **own},
     )

@@ -19,23 +19,15 @@ from longspec_jax.drafters.draft import Draft, Target
 from longspec_jax.drafters.joined import JoinedDraft
 from longspec_jax.drafters.ngram import NgramDraft
 from longspec_jax.drafters.registry import (
-    ARCHITECTURES,
     CONTRIBUTED,
-    EAGLE,
-    EAGLE3,
-    LONGSPEC,
-    MARKS,
     MTP,
     NAMED,
     OWN,
-    PEAGLE,
-    SMALL_LM,
     Kind,
-    is_eagle,
-    is_mtp,
     is_name,
-    is_peagle,
+    kind_of_config,
     kind_of_module,
+    kind_of_tensors,
     options_of,
     separated,
     split_module,
@@ -208,19 +200,14 @@ def _kind_of(model: Path, target: Path | None) -> Kind:
                 f"{raw.origin}: {mark} marks a draft of {module}, which is in a checkout of the "
                 f"project and not installed with it; name {module}:{model} there"
             )
-    kinds = [ARCHITECTURES[name] for name in names if name in ARCHITECTURES]
-    if kinds := kinds + [kind for key, kind in MARKS.items() if raw.values.get(key)]:
-        return PEAGLE if kinds[0] is EAGLE3 and is_peagle(raw.values) else kinds[0]
+    if (kind := kind_of_config(names, raw.values)) is not None:
+        return kind
     tensors = names_of_tensors(model)
     # The published LongSpec drafts may name their target's architecture; they have no embedding.
     known = any(name in FAMILIES or name in WRAPPERS for name in names)
     whole = known and hf.EMBEDDING in map(own_name, tensors)
-    its_own = target is not None and model.samefile(target)
-    if is_mtp(tensors) and (its_own or not whole):
-        return MTP
-    if whole:
-        return SMALL_LM
-    return EAGLE if is_eagle(tensors) else LONGSPEC
+    own = target is not None and model.samefile(target)
+    return kind_of_tensors(tensors, whole=whole, own=own)
 
 
 def best_dtype() -> str:

@@ -33,7 +33,8 @@ matrix rate. Expected acceptance lengths are the paper's (its table of main resu
 the paper's tree; bonus token included, prefill excluded).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -232,27 +233,24 @@ def paper_config(
       name: of the configuration file; the variant of a stage looks for the draft of the one before
         in ``runs/NAME-STAGE/draft``.
       variant: ``all``, or one of ``short``, ``long`` and ``sft``; ``parallel`` for ``all`` with a
-        parallel draft; ``eagle3``, ``dflash`` or ``small_lm``.
+        parallel draft; or another kind of draft.
       target: hub id of the frozen target.
       long_length: tokens of a row in the last two stages.
       max_offset: largest anchor offset of the first stage.
       sft_data: hub data of the last stage.
-      chat_turn: how the target's chat template writes a turn, for ``eagle3``, ``dflash`` and
-        ``small_lm``; as in its data if empty.
+      chat_turn: how the target's chat template writes a turn, for other kinds of drafts; as in its
+        data if empty.
       data: what it says of all data, such as ``turn``.
       seed: of the rows and their order.
     """
-    if variant not in (variants := ("all", *STAGES, "parallel", *_ON_CHATS, "small_lm")):
+    if variant not in (variants := ("all", *STAGES, "parallel", *KINDS)):
         known = ", ".join(variants)
         raise ValueError(f"{name} has no variant {variant!r}; choose one of {known}")
     config = base_config()
     config.update(target=target, data=data, seed=seed)
-    if variant in (*_ON_CHATS, "small_lm"):
+    if variant in KINDS:
         config.draft = dict(kind=variant)
-        turn = chat_turn or config.to_dict()["data"]["turn"]
-        if variant == "small_lm":
-            return _on_text_and_chats(config, turn)
-        return _on_chats(config, variant, turn)
+        return KINDS[variant](config, chat_turn or config.to_dict()["data"]["turn"])
     stages = dict(
         short=stage(SHORT_LENGTH, 2048, 5e-4, max_offset=max_offset),
         long=stage(long_length, 256, 5e-6),
@@ -282,13 +280,10 @@ def paper_config(
     return config
 
 
-_ON_CHATS = ("eagle3", "dflash")
-"""Variants that are trained on conversations alone."""
-
-
-def _on_chats(config: "ConfigDict", kind: str, turn: str) -> "ConfigDict":
-    """A configuration with the published clipping, learning rates and passes of its kind."""
-    clip, rate, epochs = (0.5, 1e-4, 2) if kind == "eagle3" else (1.0, 6e-4, 6)
+def _on_chats(
+    config: "ConfigDict", turn: str, *, clip: float, rate: float, epochs: int
+) -> "ConfigDict":
+    """A configuration of conversations alone."""
     config.update(
         data=_chats(turn),
         optimizer=dict(clip=clip, weight_decay=0.0, warmup=0.04),
@@ -313,3 +308,11 @@ def _on_text_and_chats(config: "ConfigDict", turn: str) -> "ConfigDict":
 def _chats(turn: str) -> dict[str, Any]:
     """Conversations whose answers alone are learned."""
     return dict(hub=CHAT_DATA, split=CHAT_SPLIT, turn=turn, mask_prompts=True, buckets=3)
+
+
+KINDS: dict[str, Callable[["ConfigDict", str], "ConfigDict"]] = {
+    "eagle3": partial(_on_chats, clip=0.5, rate=1e-4, epochs=2),
+    "dflash": partial(_on_chats, clip=1.0, rate=6e-4, epochs=6),
+    "small_lm": _on_text_and_chats,
+}
+"""How other kinds of drafts are trained, with the published numbers; each is a variant."""

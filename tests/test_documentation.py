@@ -26,6 +26,7 @@ from infer import arguments, chat
 from infer.eval import arguments as eval_arguments
 from infer.report import __main__ as report
 from infer.serve import arguments as serve_arguments
+from infer.serve.openapi import GETS, POSTS
 from longspec_jax import LongSpec
 from longspec_jax.cli import SCRIPTS, ByMachine, typed
 from longspec_jax.config.known import TARGETS
@@ -34,6 +35,8 @@ from longspec_jax.decoding.runner import bucket_capacity, slack_slots
 from longspec_jax.drafters import registry
 from longspec_jax.drafters.retrieval.hierarchy import RetrievalOptions
 from longspec_jax.provenance import provenance
+from longspec_jax.weights.families import FAMILIES
+from longspec_jax.weights.gguf.architectures import ARCHITECTURES
 from tests.kit import each_row
 from train import arguments as train_arguments
 from train import prepare, questions, regenerate, vocabulary
@@ -44,20 +47,15 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     [*ROOT.glob("*.md"), *(ROOT / "deploy").glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 )
-CODE = sorted(
-    path
-    for folder in ("longspec_jax", "train", "infer", "configs", "benchmarks", "contrib", "tests")
-    for path in (ROOT / folder).rglob("*.py")
-)
+FOLDERS = "longspec_jax", "train", "infer", "configs", "benchmarks", "contrib", "tests"
+CODE = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 RESULTS = ROOT / "docs" / "results"
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 DECISION = re.compile(r"decisions? (4\.\d+)")
 NAME_IN_FILE = re.compile(r"`([A-Za-z_]\w*)`(?:\s+of|\s+in)?\s+\(?\[[^\]]*\]\(([^)#]+\.py)\)")
 """Such as ``NAMED`` of registry.py, where the file is a link."""
-PATH = re.compile(
-    r"`((?:longspec_jax|train|infer|configs|benchmarks|contrib|tests|docs)/[\w./-]*)`"
-)
+PATH = re.compile(rf"`((?:{'|'.join(FOLDERS)}|docs)/[\w./-]*)`")
 
 
 def headings(page: Path) -> list[str]:
@@ -480,9 +478,13 @@ def test_lines_end_at_100_characters() -> None:
         assert not long, f"{page.name}: {long[0]}"
 
 
-def test_every_benchmark_is_described() -> None:
-    page = (ROOT / "docs" / "guides" / "benchmarks.md").read_text()
-    assert [name for name in bench_arguments.BENCHMARKS if f"| `{name}` |" not in page] == []
+def test_a_guide_names_every_entry_of_its_table() -> None:
+    tables = {"benchmarks": bench_arguments.BENCHMARKS, "drafts": registry.NAMED}
+    tables |= {"gguf": ARCHITECTURES, "serving": GETS | POSTS, "targets": FAMILIES}
+    for guide, entries in tables.items():
+        page = (ROOT / "docs" / "guides" / f"{guide}.md").read_text()
+        # A route stands behind its method.
+        assert [entry for entry in entries if f"{entry}`" not in page] == [], guide
 
 
 def test_every_option_of_a_draft_is_described() -> None:

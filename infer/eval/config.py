@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 from longspec_jax.checks import Each, OneOf, That, Whole
-from longspec_jax.config.sampling import rule
+from longspec_jax.config.sampling import OPTIONS, rule
 from longspec_jax.embedded import DEMO_NAME, DRAFTS
 from longspec_jax.schema import options
 
@@ -78,12 +78,8 @@ class EvalConfig:
     ] = ()
     temperature: Annotated[Sequence[float], Each(rule("temperature")), "0 is greedy"] = (0.0,)
     seed: Annotated[Sequence[int], Each(rule("seed")), "of the draws above temperature 0"] = (0,)
-    top_p: Annotated[
-        float,
-        rule("top_p"),
-        "draw from the most probable tokens that together have this share; 1: all",
-    ] = 1.0
-    top_k: Annotated[int, rule("top_k"), "draw from this many most probable tokens; 0: all"] = 0
+    top_p: Annotated[float, OPTIONS["top_p"]] = 1.0
+    top_k: Annotated[int, OPTIONS["top_k"]] = 0
     max_new_tokens: Annotated[
         int | None,
         rule("max_new_tokens"),

@@ -86,13 +86,13 @@ class Chosen:
     name: str
     """In records and reports."""
     base: str
-    """Key of :data:`METHODS`."""
+    """Key of :data:`METHODS`, or a kind that has none."""
     named_tree: TreeConfig | None = None
 
     @property
     def method(self) -> Method:
-        """Its entry in the table."""
-        return METHODS[self.base]
+        """Its entry in the table; of a kind that has none, its draft and that draft's trees."""
+        return METHODS.get(self.base, Method(self.base, ""))
 
     def tree(self, draft: "Draft | None", cpu: bool) -> TreeConfig | None:
         """The tree it runs with this draft; None if every call chooses."""
@@ -119,12 +119,11 @@ def with_drafts(
     from longspec_jax.loading import with_lookup
 
     kinds = by_kind(drafts)
-    for kind in kinds:
-        if not any(method.kind == kind for method in METHODS.values()):
-            raise ValueError(f"no method measures {kind} drafts; leave --draft={kind} out")
+    order = [*METHODS, *sorted(kinds.keys() - {method.kind for method in METHODS.values()})]
     if len(together := with_lookup(tuple(drafts))) > 1:
         kinds[JOINED] = JoinedDraft(together)
-    possible = [Chosen(name, name) for name in METHODS if METHODS[name].kind in (None, *kinds)]
+    every = (Chosen(name, name) for name in order)
+    possible = [each for each in every if each.method.kind in (None, *kinds)]
     if not named:
         chosen = [each for each in possible if each.method.default]
     elif any(each.base == ALL for each in named):
@@ -133,7 +132,6 @@ def with_drafts(
         chosen = list(named)
     if not any(each.name == "plain" for each in chosen):
         chosen = [Chosen("plain", "plain"), *chosen]  # All others are compared with it.
-    order = list(METHODS)
     found = []
     for each in sorted(chosen, key=lambda each: order.index(each.base)):
         kind = each.method.kind

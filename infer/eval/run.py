@@ -19,6 +19,7 @@ from longspec_jax.generation.comparison import first_difference
 from longspec_jax.generation.result import ACCEPTANCE_DEFINITION
 from longspec_jax.ops.hardware import has_kernels
 from longspec_jax.provenance import provenance
+from longspec_jax.schema import options
 from longspec_jax.status_line import StatusLine
 
 from ..models import load_named, start_devices
@@ -44,14 +45,8 @@ from .records import (
     write_header,
 )
 
-KEPT = (
-    "samples min_prompt max_prompt prompt_style max_new_tokens top_p top_k ignore_eos repetitions"
-).split()
-KEPT_OF_MODELS = (
-    "revision draft_revision adapter mesh prefill_chunk max_num_seqs offload batch_invariant "
-    "kv_dtype attention"
-).split()
-"""Options that a continued run must repeat, besides those with a field in the header."""
+SAID = {*"task method temperature seed batch command data context models out".split()}
+"""Options that the header says in fields of its own. A continued run must repeat all others."""
 DEFINITIONS = {
     "acceptance_length": ACCEPTANCE_DEFINITION,
     "tokens_per_second": "tokens of the decode rounds / their seconds, each call's seconds counted "
@@ -357,8 +352,9 @@ def _header(config: EvalConfig, spec: LongSpec, decoders: Sequence[Decoder]) -> 
         seeds=tuple(config.seeds),
         batch=config.batch,
         options={
-            **{name: getattr(config, name) for name in KEPT},
-            **{name: getattr(config.models, name) for name in KEPT_OF_MODELS},
+            **{name: getattr(config, name) for name in options(EvalConfig) if name not in SAID},
+            **{name: each for name, each in config.models.options.items() if name != "dtype"},
+            "mesh": config.models.mesh,
             "context": config.contexts,
             "data": {task: str(path) for task, path in config.data},
         },

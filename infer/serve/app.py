@@ -44,7 +44,7 @@ from .guards import (
 )
 from .messages import MessageReader
 from .metrics import Metrics
-from .openapi import describe
+from .openapi import GETS, POSTS, describe
 from .protocol import Chat, Completion
 from .streaming import RequestHandle, TokenTexts
 
@@ -86,19 +86,23 @@ class Served:
 def make_app(served: Served) -> ASGIApp:
     """The application of a server."""
     routes = Routes(served)
+    handlers = {
+        "/v1/completions": partial(routes.complete, chat=False),
+        "/v1/chat/completions": partial(routes.complete, chat=True),
+        "/v1/models": routes.models,
+        "/tokenize": routes.tokenize,
+        "/detokenize": routes.detokenize,
+        HEALTH: routes.health,
+        "/metrics": routes.metrics,
+        "/stats": routes.stats,
+        "/openapi.json": routes.openapi,
+        PAGE: routes.page,
+    }
     app = Starlette(
         routes=[
-            Route("/v1/completions", partial(routes.complete, chat=False), methods=["POST"]),
-            Route("/v1/chat/completions", partial(routes.complete, chat=True), methods=["POST"]),
-            Route("/v1/models", routes.models),
+            *(Route(path, handlers[path], methods=["POST"]) for path in POSTS),
+            *(Route(path, handlers[path]) for path in GETS),
             Route("/v1/models/{name:path}", routes.models),
-            Route("/tokenize", routes.tokenize, methods=["POST"]),
-            Route("/detokenize", routes.detokenize, methods=["POST"]),
-            Route(HEALTH, routes.health),
-            Route("/metrics", routes.metrics),
-            Route("/stats", routes.stats),
-            Route("/openapi.json", routes.openapi),
-            Route(PAGE, routes.page),
         ],
         exception_handlers={
             Refused: _refused,

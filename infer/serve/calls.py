@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from longspec_jax.checks import shown
+from longspec_jax.config.sampling import FILTERS, PENALTIES
 from longspec_jax.config.tree import PLAIN, TreeConfig
 from longspec_jax.generation.chat import check_no_open_thought, open_thought
 
@@ -32,19 +33,8 @@ from .protocol import (
 )
 from .tools import NONE, REQUIRED, named, objects_of
 
-OPTIONS = {
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "logit_bias",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "priority",
-}
+OPTIONS = {"temperature", *FILTERS, *PENALTIES, "logit_bias", "priority"}
 """Fields that the engine takes under the same name."""
-FILTERS = {"top_p", "top_k", "min_p"}
 Call = Completion | Chat
 ChatEncoder = Callable[
     [list[dict[str, object]], list[dict[str, object]], Mapping[str, object]], list[int]

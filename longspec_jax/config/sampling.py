@@ -1,12 +1,13 @@
 """The generation options: what a call, a flag, a request and a line of a batch may choose.
 
 Each is declared here, and nowhere else. Commands take their flags and their defaults from
-:data:`OPTIONS`, the server its request fields, files of prompts their keys, tests the values that
-must be refused.
+:data:`OPTIONS`, the server the rules of its fields, files of prompts their keys, tests the values
+that must be refused.
 
 To add one: an entry of :class:`GenerateOptions`, what it does in
-:func:`longspec_jax.generation.options.resolve`, and its name in :data:`NUMBERS` if it is a number
-that commands take. A page of docs names it, which a test checks.
+:func:`longspec_jax.generation.options.resolve`, and its name in :data:`FILTERS`, :data:`PENALTIES`
+or :data:`NUMBERS` if it is a number that commands take. A page of docs names it, which a test
+checks.
 """
 
 from collections.abc import Mapping, Sequence

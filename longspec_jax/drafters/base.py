@@ -333,9 +333,11 @@ class Drafter:
     name: str
     """Name of the drafter kind."""
     tree: TreeConfig
-    """The static shape of the trees it proposes."""
+    """The static shape of the trees it proposes; one that it cannot grow is refused when it is
+    made."""
     looks_up: ClassVar[bool] = False
-    """Whether it proposes what text holds already, and has no model."""
+    """Whether it proposes what text holds already, and has no model. All of its trees then have
+    :attr:`Tree.totals`, by which rounds weigh them."""
 
     @cached_property
     def label(self) -> str:

@@ -8,7 +8,7 @@ module is named with it, ``MODULE:FOLDER``: see :func:`split_module`.
 
 import importlib
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,21 +110,35 @@ _WHERE = "draft_options: "
 """What stands before the name of an option in a message."""
 
 
-def is_eagle(tensors: Set[str]) -> bool:
-    """Whether these are the tensors of an EAGLE-1 or 2 draft, whose ``config.json`` has no mark."""
-    return {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= tensors and not (
-        {"layers.0.input_layernorm.weight", "layers.0.hidden_norm.weight"} & tensors
-    )
+def kind_of_config(names: Sequence[str], raw: Mapping[str, Any]) -> Kind | None:
+    """The kind that a ``config.json`` names, or is marked with; None if it does neither.
+
+    Args:
+      names: its architectures.
+      raw: all of it.
+    """
+    kinds = [ARCHITECTURES[name] for name in names if name in ARCHITECTURES]
+    kinds += [kind for key, kind in MARKS.items() if raw.get(key)]
+    # P-EAGLE's trainers write the marks of EAGLE-3, and a mask token.
+    parallel = any(raw.get(key) is not None for key in ("dflash_config", *MASK_TOKENS))
+    return PEAGLE if kinds[:1] == [EAGLE3] and parallel else next(iter(kinds), None)
 
 
-def is_peagle(raw: Mapping[str, Any]) -> bool:
-    """Whether a ``config.json`` of EAGLE-3's is one of P-EAGLE: it names a mask token."""
-    return any(raw.get(key) is not None for key in ("dflash_config", *MASK_TOKENS))
+def kind_of_tensors(tensors: Set[str], *, whole: bool, own: bool) -> Kind:
+    """The kind of a draft whose ``config.json`` does not tell.
 
-
-def is_mtp(tensors: Set[str]) -> bool:
-    """Whether an MTP layer is among these tensors, of a file whose ``config.json`` has no mark."""
-    return any(name.startswith("mtp.") for name in tensors)
+    Args:
+      tensors: their names.
+      whole: whether they are a whole model of a known family.
+      own: whether they are the target's, of which the MTP layer drafts.
+    """
+    if any(name.startswith("mtp.") for name in tensors) and (own or not whole):
+        return MTP
+    if whole:
+        return SMALL_LM
+    norms = {"layers.0.input_layernorm.weight", "layers.0.hidden_norm.weight"}
+    eagle = {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= tensors and not norms & tensors
+    return EAGLE if eagle else LONGSPEC
 
 
 def is_name(source: object) -> bool:
