@@ -101,9 +101,7 @@ def _template(arguments: argparse.Namespace) -> str | None:
     try:
         return files.expanded(given).read_text("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"--chat_template={given} is not UTF-8 text ({error}); convert it first"
-        ) from error
+        raise ValueError(f"--chat_template={given} is not UTF-8 text; convert it first") from error
 
 
 def _row_tokens(arguments: argparse.Namespace, source: Path) -> int:

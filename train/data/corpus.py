@@ -14,11 +14,11 @@ import shutil
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 
@@ -124,10 +124,9 @@ def prepare_corpus(
     if given := config.tokenizer or (target if has_tokenizer else None):
         # Before the corpus, which takes minutes: a tokenizer that is missing is reported at once.
         _take(given, own)
-    _check_settings(config, OF_TOKENIZER, own, "the tokenizer")
+    _check_settings(config, OF_TOKENIZER, own, "--workdir")
     if (folder / "sources.json").is_file():
-        remedy = " or --config.data.corpus.folder"
-        _check_settings(config, OF_TEXTS, folder, "the corpus", remedy)
+        _check_settings(config, OF_TEXTS, folder, "--workdir or --config.data.corpus.folder")
     else:
         build_corpus(config, folder)
         shutil.copy(folder / "sources.json", workdir / "sources.json")
@@ -157,39 +156,31 @@ def _take(given: str | Path, own: Path) -> None:
         )
 
 
-def _settings(config: CorpusConfig, names: Sequence[str]) -> dict[str, Any]:
-    """The options of these names."""
-    return {name: getattr(config, name) for name in names}
+def _settings(config: CorpusConfig, names: Sequence[str]) -> str:
+    """The options of these names, as JSON."""
+    return json.dumps({name: getattr(config, name) for name in names}, indent=1) + "\n"
 
 
-def _write_settings(folder: Path, settings: Mapping[str, Any]) -> None:
-    (folder / SETTINGS).write_text(json.dumps(settings, indent=1) + "\n")
-
-
-def _check_settings(
-    config: CorpusConfig, names: Sequence[str], folder: Path, what: str, remedy: str = ""
-) -> None:
-    """Refuse what was made with other settings."""
+def _check_settings(config: CorpusConfig, names: Sequence[str], folder: Path, option: str) -> None:
+    """Refuse a folder that was made with other settings; the option would name another one."""
     file = folder / SETTINGS
-    if not file.is_file():  # Of an older version, or a tokenizer that was not made by a run.
+    if not file.is_file():  # Of an older version, or a tokenizer that no run has trained.
         return
-    if changes := differences(read_json(file).values, _settings(config, names)):
+    if changes := differences(read_json(file).values, json.loads(_settings(config, names))):
         raise ValueError(
-            f"{what} in {folder} was made with other settings: {changes}; repeat them, or name "
-            f"another --workdir{remedy}"
+            f"{folder} was made with other settings: {changes}; repeat them, or name another "
+            f"{option}"
         )
 
 
 def _save(
-    tokenizer: "ModelTokenizer | PreTrainedTokenizerFast",
-    folder: Path,
-    settings: Mapping[str, Any] | None = None,
+    tokenizer: "ModelTokenizer | PreTrainedTokenizerFast", folder: Path, settings: str = ""
 ) -> None:
     """Save a tokenizer into a new folder, which is there when all of it is."""
     unfinished = folder.with_name(f"{folder.name}.unfinished")
     tokenizer.save_pretrained(unfinished)
-    if settings is not None:
-        _write_settings(unfinished, settings)
+    if settings:
+        (unfinished / SETTINGS).write_text(settings)
     unfinished.rename(folder)
 
 
@@ -229,7 +220,7 @@ def build_corpus(config: CorpusConfig, folder: Path) -> None:
             sources += written
     if not total:
         raise ValueError("no permissively licensed source code is installed; install some packages")
-    _write_settings(folder, _settings(config, OF_TEXTS))
+    (folder / SETTINGS).write_text(_settings(config, OF_TEXTS))
     listing = [asdict(source) for source in sources]
     (folder / "sources.json").write_text(json.dumps(listing, indent=1) + "\n")
 
