@@ -1,8 +1,10 @@
 """The notebooks run top to bottom on a CPU, and are committed without outputs."""
 
-import importlib.util
+import importlib.metadata
+import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pytest
@@ -53,7 +55,7 @@ def test_outputs_are_stripped(path: Path) -> None:
 def test_the_first_cell_installs_the_package_where_it_is_missing(
     path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """And only there: the checkout around the notebook, or what is named."""
+    """And only there: the checkout around the notebook, or what is named. Or its extras alone."""
     installed: list[str] = []
     monkeypatch.setattr(subprocess, "run", lambda command, check: installed.append(command[-1]))
     monkeypatch.setattr("shutil.which", lambda name: None)  # No GPU.
@@ -65,8 +67,12 @@ def test_the_first_cell_installs_the_package_where_it_is_missing(
         exec(source.replace('REPOSITORY = ""', f"REPOSITORY = {repository!r}"), {})
 
     run()
-    assert not installed, "the package is there"
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert not installed, "all is there"
+    found = [SimpleNamespace(name="longspec_jax")]  # As after the README's first command.
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda: found)
+    run()
+    assert re.fullmatch(r"longspec_jax\[notebook(,eval|,train)?\]", installed.pop())
+    found.clear()
     monkeypatch.chdir(path.parent)
     run()
     assert installed.pop().endswith(f"] @ {ROOT.as_uri()}") and not installed

@@ -451,12 +451,8 @@ class RunConfig:
                     f"--config.{where}.hub=NAME and leave the others empty"
                 )
 
-    def target_in(self, workdir: Path) -> str:
-        """Where the target of a run in a folder is, or will be once it is trained."""
-        return self.target or str(workdir / "target")
-
     def found_target(self, workdir: Path) -> Path:
-        """The folder or GGUF file of that target, fetched if need be.
+        """The target's folder or GGUF file, fetched if need be, or where it will be trained.
 
         Raises:
           FileNotFoundError: if one is named and cannot be had.

@@ -62,7 +62,7 @@ class TrainingRun:
     @property
     def target_source(self) -> str:
         """Where the target is, or will be once it is trained."""
-        return self.config.target_in(self.workdir)
+        return self.config.target or str(self.workdir / "target")
 
 
 def train(config: RunConfig, workdir: Path) -> None:

@@ -63,8 +63,7 @@ def regenerate(arguments: argparse.Namespace) -> str:
     data = DataConfig.whole(arguments)
     out = files.writable(files.expanded(arguments.out), arguments.out, of_results=False)
     check_no_input(out, data.files)
-    is_demo, given = arguments.target == DEMO_NAME, arguments.chat_template
-    template = None if given is None else files.expanded(given).read_text("utf-8")
+    is_demo, template = arguments.target == DEMO_NAME, _template(arguments)
     source = demo_target() if is_demo else local_model(arguments.target, arguments.revision)
     most = _row_tokens(arguments, source)
     bad = BadRows(arguments.max_bad_rows, "--max_bad_rows")
@@ -93,6 +92,16 @@ def regenerate(arguments: argparse.Namespace) -> str:
             return _run(work, islice(left, output.next_row, None), rows, output)
     finally:
         output.close()
+
+
+def _template(arguments: argparse.Namespace) -> str | None:
+    """The text of the chat template that is named."""
+    if (given := arguments.chat_template) is None:
+        return None
+    try:
+        return files.expanded(given).read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--chat_template={given} is not UTF-8 text; convert it first") from error
 
 
 def _row_tokens(arguments: argparse.Namespace, source: Path) -> int:

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import jax
+import numpy as np
+from jaxtyping import PyTree
 
 from longspec_jax import LongSpec, cli, files
 from longspec_jax.cli import counted
@@ -47,6 +49,8 @@ from .records import (
 
 SAID = {*"task method temperature seed batch command data context models out".split()}
 """Options that the header says in fields of its own. A continued run must repeat all others."""
+NUMBERS = 64
+"""Of a matrix, by which it is known; they are spread evenly over it."""
 DEFINITIONS = {
     "acceptance_length": ACCEPTANCE_DEFINITION,
     "tokens_per_second": "tokens of the decode rounds / their seconds, each call's seconds counted "
@@ -335,7 +339,19 @@ def _contents(spec: LongSpec, tasks: Sequence[PreparedTask]) -> dict[str, str]:
     rows = [[each.name, prompt.sample, prompt.tokens] for each in tasks for prompt in each.prompts]
     prompts = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
     drafts = {f"draft {draft.name}": weights_digest(draft.own_params) for draft in spec.drafts}
-    return {"prompts": prompts, "target": weights_digest(spec.target_params), **drafts}
+    target = spec.target_params
+    found = {"target": weights_digest(target), "matrices of the target": _matrices_digest(target)}
+    return {"prompts": prompts, **found, **drafts}
+
+
+def _matrices_digest(params: PyTree) -> str:
+    """A hash of a few numbers of every matrix: fine-tuning often leaves the small arrays alone."""
+    numbers = []
+    for leaf in jax.tree.leaves(params):
+        if leaf.ndim > 1:
+            spread = np.linspace(0, leaf.size - 1, NUMBERS, dtype=np.int64)
+            numbers.append(leaf[np.unravel_index(spread, leaf.shape)])
+    return hashlib.sha256(b"".join(each.tobytes() for each in jax.device_get(numbers))).hexdigest()
 
 
 def _header(config: EvalConfig, spec: LongSpec, decoders: Sequence[Decoder]) -> Header:

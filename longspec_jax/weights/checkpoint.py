@@ -9,10 +9,12 @@ import json
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -57,21 +59,25 @@ _FLOAT8 = "F8_E4M3"
 """Safetensors' names of the floating dtypes; other names are passed on, for the error message."""
 
 
-_STACKED = re.compile(r"(.+\.mlp\.experts)\.(gate_up|down)_proj")
+_STACKED = {"gate_up": ("gate", "up"), "down": ("down",)}
+"""The matrices of an expert, by the name of what stacks them."""
 
 
-def each_expert(tensors: Tensors) -> Tensors:
-    """The tensors, those of all experts of a layer as one for each expert and matrix.
+def each_expert(tensors: Tensors, layers: Iterable[str]) -> Tensors:
+    """The tensors, those of all experts of some layers as one for each expert and matrix.
 
     Stacked ones are ``[E, 2 F, D]``, gate above up, and ``[E, D, F]``, as in transformers 5.
+
+    Args:
+      layers: what the names of their tensors begin with. A file may have any number of others.
     """
-    found: Tensors = {}
-    for name, tensor in tensors.items():
-        match = _STACKED.fullmatch(name)
-        if match is None or len(tensor.shape) != 3:
-            found[name] = tensor
+    found = dict(tensors)
+    for layer, (stacked, parts) in product(layers, _STACKED.items()):
+        experts = f"{layer}mlp.experts"
+        tensor = tensors.get(f"{experts}.{stacked}_proj")
+        if tensor is None or len(tensor.shape) != 3:
             continue
-        parts = ("gate", "up") if match[2] == "gate_up" else ("down",)
+        del found[f"{experts}.{stacked}_proj"]
         count, rows, columns = tensor.shape
         rows //= len(parts)
         # One too many is refused, and a tensor without bytes may name any number.
@@ -79,7 +85,7 @@ def each_expert(tensors: Tensors) -> Tensors:
             for index, part in enumerate(parts):
                 read = partial(_read_expert, tensor, expert, index * rows, rows)
                 one = Tensor((rows, columns), tensor.dtype, read, tensor.file)
-                found[f"{match[1]}.{expert}.{part}_proj.weight"] = one
+                found[f"{experts}.{expert}.{part}_proj.weight"] = one
     return found
 
 
@@ -115,18 +121,16 @@ def open_tensors(folder: Path, stack: ExitStack, names: Sequence[str] = WEIGHT_F
 
 def _open_indexed(index: Path, stack: ExitStack) -> Tensors:
     """The tensors of all shards that an index names."""
-    files = _weight_map(index)
-    shards = sorted(set(files.values()))
-    missing = [shard for shard in shards if not (index.parent / shard).is_file()]
+    shards = _weight_map(index)
+    missing = {shard for shard in shards if not (index.parent / shard).is_file()}
     if missing or not shards:
         are = "are" if len(missing) > 1 else "is"
-        problem = f"names {len(shards)} files, but {', '.join(missing)} {are} missing"
+        problem = f"names {len(shards)} files, but {_some(missing)} {are} missing"
         problem = problem if shards else "names no file"
         raise FileNotFoundError(f"{index}: weight_map {problem}; download the model again")
     tensors: Tensors = {}
-    for shard in shards:
+    for shard, listed in sorted(shards.items()):
         opened = _open_file(index.parent / shard, stack)
-        listed = {name for name, file in files.items() if file == shard}
         # The index of a tied target may name the LM head, which its file leaves out. A target that
         # needs the head is refused for lack of it.
         listed -= {name for name in listed - set(opened) if name.endswith(LM_HEAD)}
@@ -140,13 +144,14 @@ def _open_indexed(index: Path, stack: ExitStack) -> Tensors:
     return tensors
 
 
-def _weight_map(index: Path) -> dict[str, str]:
-    """The file that holds each tensor, by an index; refuses one that leads out of its folder.
+def _weight_map(index: Path) -> dict[str, set[str]]:
+    """The tensors that each file holds, by an index; refuses one that leads out of its folder.
 
     The names are judged, not where they lead: the files of a hub's snapshot are links out of it.
     """
     named = read_json(index).part("weight_map")
     suffix = ".safetensors" if index.name.startswith(WEIGHT_FILES[0]) else ".bin"
+    shards = defaultdict[str, set[str]](set)
     for tensor, file in named.values.items():
         if not isinstance(file, str) or not re.fullmatch(
             rf"[\w.-]{{1,200}}\{suffix}", file, re.ASCII
@@ -156,7 +161,8 @@ def _weight_map(index: Path) -> dict[str, str]:
                 f"must be the plain name of a {suffix} file next to the index, without any folder",
                 "no other file is opened: download the model again, from a source you trust",
             )
-    return dict(named.values)
+        shards[file].add(tensor)
+    return shards
 
 
 def _open_file(path: Path, stack: ExitStack) -> Tensors:

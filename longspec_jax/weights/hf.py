@@ -177,8 +177,9 @@ def _of_target(tensors: Tensors, raw: JsonObject, config: TargetConfig) -> Tenso
             for name, tensor in tensors.items()
             if not any(re.fullmatch(pattern, name) for pattern in beside)
         }
-    stacked = FAMILIES[config.architecture].names.stacked_experts
-    return tensors if stacked else each_expert(tensors)
+    if FAMILIES[config.architecture].names.stacked_experts:
+        return tensors
+    return each_expert(tensors, (f"model.layers.{index}." for index in range(config.num_layers)))
 
 
 def load_target_config(

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "too long": (dict(max_row_tokens=97), "--max_row_tokens=97 is more than the target was made"),
     "text": (dict(prefix_tokens=0), "line 4 of"),
     "no file": (dict(files="absent.jsonl"), "no file matches 'absent.jsonl'"),
+    "no text": (dict(chat_template=sys.executable), f"--chat_template={sys.executable} is not UTF"),
     "no target": (dict(target="absent/folder/x"), "is not a folder; name a folder with"),
 }
 

@@ -14,11 +14,11 @@ import shutil
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 
@@ -42,8 +42,10 @@ if TYPE_CHECKING:
 
 FORM = 1
 """Of how texts become tokens; another one makes older files unknown."""
-SETTINGS, COUNTED = "settings.json", ("held_out", "max_bytes", "max_distribution_bytes")
-"""The file of what the texts depend on, and its names."""
+SETTINGS = "settings.json"
+"""What texts or a tokenizer were made with, in their folder."""
+OF_TEXTS = "held_out", "max_bytes", "max_distribution_bytes"
+OF_TOKENIZER = "vocab_size", "tokenizer_bytes"
 
 PERMISSIVE = re.compile(
     r"^(MIT(-0|-CMU)?|0?BSD.*|Apache-2\.0|Apache.*2(\.0)?.*|ISC(L)?|PSF-2\.0|Python-2\.0(\.1)?|Zlib"
@@ -122,14 +124,15 @@ def prepare_corpus(
     if given := config.tokenizer or (target if has_tokenizer else None):
         # Before the corpus, which takes minutes: a tokenizer that is missing is reported at once.
         _take(given, own)
+    _check_settings(config, OF_TOKENIZER, own, "--workdir")
     if (folder / "sources.json").is_file():
-        _check_settings(config, folder)
+        _check_settings(config, OF_TEXTS, folder, "--workdir or --config.data.corpus.folder")
     else:
         build_corpus(config, folder)
         shutil.copy(folder / "sources.json", workdir / "sources.json")
     if not own.is_dir():
         texts = _sample(folder / "train.jsonl", config.tokenizer_bytes)
-        _save(train_tokenizer(texts, config.vocab_size), own)
+        _save(train_tokenizer(texts, config.vocab_size), own, _settings(config, OF_TOKENIZER))
     train, heldout = (tokens_file(folder, name, own) for name in ("train", "heldout"))
     for name, path in (("heldout", heldout), ("train", train)):
         if not path.is_file():
@@ -153,27 +156,31 @@ def _take(given: str | Path, own: Path) -> None:
         )
 
 
-def _settings(config: CorpusConfig) -> dict[str, Any]:
-    """What the texts depend on."""
-    return {name: getattr(config, name) for name in COUNTED}
+def _settings(config: CorpusConfig, names: Sequence[str]) -> str:
+    """The options of these names, as JSON."""
+    return json.dumps({name: getattr(config, name) for name in names}, indent=1) + "\n"
 
 
-def _check_settings(config: CorpusConfig, folder: Path) -> None:
-    """Refuse a corpus that was gathered with other settings."""
+def _check_settings(config: CorpusConfig, names: Sequence[str], folder: Path, option: str) -> None:
+    """Refuse a folder that was made with other settings; the option would name another one."""
     file = folder / SETTINGS
-    if not file.is_file():  # Of an older version.
+    if not file.is_file():  # Of an older version, or a tokenizer that no run has trained.
         return
-    if changes := differences(read_json(file).values, _settings(config)):
+    if changes := differences(read_json(file).values, json.loads(_settings(config, names))):
         raise ValueError(
-            f"the texts in {folder} were gathered with other settings: {changes}; repeat them, or "
-            "name another --workdir or --config.data.corpus.folder"
+            f"{folder} was made with other settings: {changes}; repeat them, or name another "
+            f"{option}"
         )
 
 
-def _save(tokenizer: "ModelTokenizer | PreTrainedTokenizerFast", folder: Path) -> None:
+def _save(
+    tokenizer: "ModelTokenizer | PreTrainedTokenizerFast", folder: Path, settings: str = ""
+) -> None:
     """Save a tokenizer into a new folder, which is there when all of it is."""
     unfinished = folder.with_name(f"{folder.name}.unfinished")
     tokenizer.save_pretrained(unfinished)
+    if settings:
+        (unfinished / SETTINGS).write_text(settings)
     unfinished.rename(folder)
 
 
@@ -213,7 +220,7 @@ def build_corpus(config: CorpusConfig, folder: Path) -> None:
             sources += written
     if not total:
         raise ValueError("no permissively licensed source code is installed; install some packages")
-    (folder / SETTINGS).write_text(json.dumps(_settings(config), indent=1) + "\n")
+    (folder / SETTINGS).write_text(_settings(config, OF_TEXTS))
     listing = [asdict(source) for source in sources]
     (folder / "sources.json").write_text(json.dumps(listing, indent=1) + "\n")
 

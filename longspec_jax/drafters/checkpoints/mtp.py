@@ -91,7 +91,7 @@ def _described(
     config = _config(raw, dialect, target, options.rope_theta)
     if dialect.among:
         tensors = {name: tensors[name] for name in tensors if name.startswith(dialect.among)}
-    tensors = each_expert(tensors)
+    tensors = each_expert(tensors, [dialect.layer])
     table, quantised = dialect.table(config), quantisation(raw)
     if quantised is None:
         return Described(config, table, tensors)

@@ -102,19 +102,22 @@ def test_a_killed_run_is_continued(options: list[str], tmp_path: Path, monkeypat
     assert command.main(greedy) == 0 and read(tmp_path).samples == run.samples
     assert command.main([*greedy, "--batch=3"]) == 2
     assert "holds a run with other options (batch: 1 there, 3 now)" in capsys.readouterr().err
-    # What lies under the same names is another draft, and other prompts.
-    data, draft = (Path(options[place].partition("=")[2]) for place in (1, 3))
-    weights = draft / "model.safetensors"
-    whole = {path: path.read_bytes() for path in (data, weights)}
+    # What lies under the same names is another draft, a target of other matrices, other prompts.
+    data, *models = (Path(options[place].partition("=")[2]) for place in (1, 2, 3))
+    target, draft = (folder / "model.safetensors" for folder in models)
+    whole = {path: path.read_bytes() for path in (data, target, draft)}
     data.write_bytes(whole[data].replace(b"ab", b"ba"))
-    save_file({name: values + 1 for name, values in load_file(weights).items()}, weights)
+    for path, least in ((target, 2), (draft, 1)):
+        tensors = load_file(path)
+        save_file({name: each + (each.ndim >= least) for name, each in tensors.items()}, path)
     try:
         assert command.main(greedy) == 2
     finally:
         for path, content in whole.items():
             path.write_bytes(content)
     said = capsys.readouterr().err
-    assert "prompts: changed under the same name; draft longspec: changed under the" in said
+    changed = "prompts", "matrices of the target", "draft longspec"
+    assert "; ".join(f"{name}: changed under the same name" for name in changed) in said
 
 
 def test_a_call_of_several_rows_that_was_kept_in_part_is_not_counted_twice(

@@ -140,8 +140,10 @@ def test_what_is_there_is_used_if_it_is_of_the_same_settings_and_whole(
     assert not (tmp_path / "tokenizer").exists()
     made = prepared()
     assert prepared() == made
-    with pytest.raises(ValueError, match=r"with other settings: max_bytes=9 \(was 0\); repeat"):
-        prepared(max_bytes=9)
+    for name, was in (("max_bytes", 0), ("vocab_size", 300), ("tokenizer_bytes", 40_000_000)):
+        said = rf"with other settings: {name}=299 \(was {was}\); repeat"
+        with pytest.raises(ValueError, match=said):
+            prepared(**{name: 299})
     train_tokenizer(["other words"], 300).save_pretrained(tmp_path / "target")
     with pytest.raises(ValueError, match="is another tokenizer than that of .*target"):
         prepared()
