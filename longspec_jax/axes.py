@@ -55,7 +55,7 @@ LayerRows: TypeAlias = Float[Array, "B U _ _"]
 CachedRows: TypeAlias = Num[Array, "B U K H"]
 """The same in the dtype of their cache."""
 Sinks: TypeAlias = Float[Array, " N"]
-"""Attention sinks: a learnt score of every head, which takes part in its softmax alone."""
+"""Attention sinks: a learnt score of every head, which takes part only in its softmax."""
 TreeMask: TypeAlias = Bool[Array, "B T U"]
 Lengths: TypeAlias = Int[Array, " B"]
 Tokens: TypeAlias = Int[Array, "B T"]

@@ -87,7 +87,7 @@ class TreeConfig:
             )
         if self.num_levels and self.num_nodes == 1:
             raise ValueError(
-                f"the tree {self} verifies the root alone, which the target knows already; use "
+                f"the tree {self} verifies only the root, which the target knows already; use "
                 "the tree none for plain decoding, or a budget of at least 2"
             )
 
@@ -107,7 +107,7 @@ class TreeConfig:
             )
 
     def _check_lookup(self, lookup: object) -> None:
-        """Refuse levels that are none, lookup with a chain, and lookup alone without a budget."""
+        """Refuse a bad number of levels, lookup with a chain, and lookup alone without a budget."""
         if not is_whole(lookup) or not 1 <= lookup <= MOST_LOOKUP:
             raise ValueError(
                 f"lookup={shown(lookup)} must be the levels of what is looked up, from 1 to "

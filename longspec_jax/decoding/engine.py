@@ -345,7 +345,7 @@ class Engine:
         Waits for a launch only where nothing else can be launched, or enough is queued.
 
         Args:
-          decode: whether rounds are launched, not prompts alone.
+          decode: whether rounds are launched, not only prompts.
 
         Returns:
           What requests have gained; nothing while the first launches are under way. Of a step that

@@ -128,7 +128,7 @@ class Prompts:
         most: int,
         reuse: PrefixCache | None,
     ) -> None:
-        """Begin empty; arguments as of :class:`longspec_jax.decoding.engine.Engine`.
+        """Begin empty; arguments as in :class:`longspec_jax.decoding.engine.Engine`.
 
         Args:
           chunks: tokens of a chunk, ascending.

@@ -30,7 +30,7 @@ class StepOutput:
     """None while the request runs. ``stop`` after a stop token, ``length`` at the budget, ``error``
     where it cannot go on."""
     reason: str | None = None
-    """Of an ``error``: what failed of this request alone, such as its grammar. None where the
+    """Of an ``error``: what failed in this request only, such as its grammar. None where the
     target's logits were not finite, so that the last token is no token."""
     cached_tokens: int = 0
     """Of the first output: tokens of the prompt that were not prefilled anew."""

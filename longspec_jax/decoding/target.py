@@ -112,7 +112,7 @@ class TargetModel:
 
     @cached_property
     def has_bounded_layers(self) -> bool:
-        """Whether some layers keep the end of a row alone: with windows, or recurrent."""
+        """Whether some layers keep only the end of a row: with windows, or recurrent."""
         return len(self.config.full_layers) < self.config.num_layers
 
     @property
@@ -240,7 +240,7 @@ class TargetModel:
             )
 
     def _whole_groups(self, tokens: Array, positions: Array, mask: Array) -> tuple[Array, ...]:
-        """The nodes, and some that see themselves alone: Hopper's copy engine takes whole groups.
+        """The nodes, and some that see only themselves: Hopper's copy engine takes whole groups.
 
         Or a single one that is not whole, as in plain decoding.
         """

@@ -41,7 +41,7 @@ KEPT = 0.9
 RISE = 3.0
 """Factor on the weight of a place per additional matched token."""
 NONE = -1
-"""Class of a token that is none."""
+"""Class where there is no token."""
 COUNTED = 8, 8
 """Places and levels that are counted."""
 

@@ -339,7 +339,7 @@ class BlockParams(TableParams):
         return *super().own_params, self.markov
 
     def in_int8(self: B, mesh: Mesh | None = None) -> B:
-        """As of :class:`TableParams`; the Markov head's larger table too."""
+        """See :class:`TableParams`; the Markov head's larger table too."""
         small: Any = super().in_int8(mesh)
         if self.markov is None:
             return small

@@ -243,7 +243,7 @@ def beam_search(
       memory: a pytree passed from call to call, such as the keys and values of scored nodes.
       vocabulary: the tokens that scores are about, the same in all rows or each row's own; token
         ``i`` is the i-th if absent.
-      implementation: of the choice among a level's continuations, as of the attention ops.
+      implementation: of the choice among a level's continuations, as in the attention ops.
       trust: how far the scores after a node are trusted; fully if absent.
     """
     choose = partial(best_continuations, implementation=implementation)

@@ -1,7 +1,7 @@
 """What a row may emit, by a JSON schema, a regular expression or a Lark grammar.
 
 The library llguidance says which tokens may follow a text. A round needs that at every node of its
-tree: after the node's own path. Sampling sees the allowed tokens alone: forbidden logits become
+tree: after the node's own path. Sampling sees only the allowed tokens: forbidden logits become
 -inf before temperature and filters.
 
 The library bounds the work of a step and the size of what it builds. A grammar may meet a bound in
@@ -162,7 +162,7 @@ class GrammarState:
                 self._of_trees = None
 
     def allowed(self, tokens: Sequence[int], parents: Sequence[int]) -> TokenBits:
-        """As of :class:`~longspec_jax.decoding.constrained.Constraint`.
+        """See :class:`~longspec_jax.decoding.constrained.Constraint`.
 
         The root may also be the last token of the prompt. After a stop token all is allowed.
         """

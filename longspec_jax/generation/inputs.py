@@ -95,7 +95,7 @@ def read_batch(
       max_tokens: of a row, prompt and new ones; the target's positions if absent.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: as of :func:`to_prompts`,
+      TypeError, ValueError, NotImplementedError: as in :func:`to_prompts`,
         :func:`~longspec_jax.generation.options.resolve`,
         :func:`~longspec_jax.generation.stops.stop_strings` and :func:`check_positions`.
     """
@@ -181,7 +181,7 @@ def encode_chat(
 ) -> list[int]:
     """Token ids of a conversation.
 
-    Arguments and errors as of :func:`~longspec_jax.generation.chat.render_chat` and
+    Arguments and errors as in :func:`~longspec_jax.generation.chat.render_chat` and
     :func:`encode_text`.
     """
     text = render_chat(require_tokenizer(tokenizer), messages, template, tools, variables)
@@ -247,7 +247,7 @@ def to_prompt(
     chat_template: str | None = None,
     max_positions: int | None = None,
 ) -> np.ndarray:
-    """The token ids of a single row; arguments and errors as of :func:`to_prompts`.
+    """The token ids of a single row; arguments and errors as in :func:`to_prompts`.
 
     Raises:
       ValueError: also for more than one row.
@@ -331,7 +331,7 @@ def _prompt(
         tokens = encode_chat(tokenizer, item, chat_template, max_positions=max_positions)
     elif chat_template is not None:
         raise ValueError(
-            "chat_template= makes a prompt of chat messages, and this prompt is none; pass "
+            "chat_template= makes a prompt of chat messages, and this prompt has none; pass "
             '[{"role": "user", "content": ...}], or leave out the template'
         )
     elif isinstance(item, str):

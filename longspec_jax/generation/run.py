@@ -157,7 +157,7 @@ class Run(TextEngine):
         """Take a step, and take in what rows have gained.
 
         Args:
-          decode: whether rounds are launched, not prompts alone.
+          decode: whether rounds are launched, not only prompts.
 
         Returns:
           Whether a row has gained anything.
@@ -234,7 +234,7 @@ def start(
     Args:
       streams: whether the run is followed round by round.
       on_activity: called with everything that takes time, and with what it begins with.
-      rounds: whether it will be decoded at all, and not prefilled alone.
+      rounds: whether it will be decoded at all, and not only prefilled.
       fixed: whether it runs one tree to its end, whatever it names.
     """
     tell, settled = on_activity or _nobody, Settled(plan)

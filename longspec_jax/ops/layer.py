@@ -256,7 +256,7 @@ def _append(
     length: Lengths,
     cache_rows: Lengths | None,
 ) -> CacheSlots:
-    """One layer's slots with its fresh rows, as of :func:`append_rows` without a ring."""
+    """One layer's slots with its fresh rows, as in :func:`append_rows` without a ring."""
 
     def write_row(slots: Array, fresh: Array, path: Array, at: Array) -> Array:
         rows = fresh[path].swapaxes(0, 1)

@@ -22,7 +22,7 @@ CAPS: Keys = {
     "logit_cap": ("final_logit_softcapping", None),
 }
 GLOBAL_HEADS = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
-"""The keys of all layers' heads, and those of layers without a window alone (Gemma 4)."""
+"""The keys of all layers' heads, and those of only the layers without a window (Gemma 4)."""
 
 
 def _embedding(raw: JsonObject, known: Mapping[str, Any]) -> dict[str, Any]:

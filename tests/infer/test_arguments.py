@@ -38,7 +38,7 @@ REFUSED = {
     # Trees.
     "--tree=4,4@0": "--tree: a tree budget counts the root and must be whole "
     "and at least 1 node, got 0",
-    "--tree=4,4@1": "--tree: the tree 4,4@1 verifies the root alone, which the target "
+    "--tree=4,4@1": "--tree: the tree 4,4@1 verifies only the root, which the target "
     "knows already; use the tree none",
     **{
         f"--tree={text}": f"--tree: '{text}' must be the widths of a tree"

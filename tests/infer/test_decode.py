@@ -325,7 +325,7 @@ def test_only_a_folder_of_ones_own_keeps_programs(
         os.umask(umask)
     monkeypatch.setenv("LONGSPEC_CACHE", str(named))
     for work in (keep_programs, cache_folder, lambda: keep_programs(named)):
-        with pytest.raises(ValueError, match=r"mode 777\): what others put .* not there yet"):
+        with pytest.raises(ValueError, match=r"mode 777\): what others put .* does not exist"):
             work()
     named.chmod(0o700)
     if os.geteuid() == 0:

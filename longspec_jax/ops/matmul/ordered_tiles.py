@@ -5,7 +5,7 @@ rows of one row tile, one strip, and one split of the contraction. A program tak
 turns, and all programs take as many turns as each other, or one less.
 
 A result's order of summation follows from where the contraction is split. So the tile is a function
-of the weights' shape alone: with it, a row of the result has the same bits however many rows there
+of only the weights' shape: with it, a row of the result has the same bits however many rows there
 are. Only what changes no sum depends on the rows: the height of a row tile, the depth of the ring,
 and the number of programs.
 """
@@ -154,7 +154,7 @@ class Work:
 def matmul_tile(
     contracted: int, columns: int, *, gated: bool = False, split: bool = False
 ) -> MatmulTile:
-    """Choose the tile of weights ``[contracted, columns]`` from their shape alone.
+    """Choose the tile of weights ``[contracted, columns]`` only from their shape.
 
     Args:
       contracted: size of the contracted axis.
@@ -163,7 +163,7 @@ def matmul_tile(
       split: whether the contraction may be split and leave partials.
 
     Raises:
-      NotImplementedError: if a size is no multiple of 32.
+      NotImplementedError: if a size is not a multiple of 32.
     """
     refuse_uneven(contracted, columns, whole=HALF)
     even = contracted % WHOLE == columns % WHOLE == 0
@@ -183,10 +183,10 @@ def matmul_tile(
 
 @functools.cache
 def head_tile(contracted: int, columns: int) -> MatmulTile:
-    """Choose the tile of an LM head ``[columns, contracted]`` from its shape alone.
+    """Choose the tile of an LM head ``[columns, contracted]`` only from its shape.
 
     Raises:
-      NotImplementedError: if ``contracted`` is no multiple of 64 or ``columns`` none of 8.
+      NotImplementedError: if ``contracted`` is not a multiple of 64 or ``columns`` of 8.
     """
     refuse_uneven_head(contracted, columns)
     tiles = [MatmulTile(width, 1, depth=64) for width in (64, 128)]

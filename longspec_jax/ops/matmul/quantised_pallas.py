@@ -56,7 +56,7 @@ class TritonTile:
 def triton_tile(
     rows: int, weights: QuantisedMatrix, gated: bool = False, split: bool = False
 ) -> TritonTile:
-    """Choose the tile from shapes alone.
+    """Choose the tile only from shapes.
 
     Args:
       rows: rows of the result.

@@ -276,8 +276,8 @@ def gather_blocks(
         nothing else is moved.
       table: the blocks of every row ``[B, k]``, or of every row and key/value head ``[B, K, k]``.
       block: slots of a block; the cache must be whole blocks.
-      cache_rows: the row of the cache for every row of the table; its own if absent. Of a cache on
-        the device alone.
+      cache_rows: the row of the cache for every row of the table; its own if absent. Only for a
+        cache on the device.
     """
     rows, heads, count, width = slots.shape
     blocks, batch = table.blocks, len(table.length)

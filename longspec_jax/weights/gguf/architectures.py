@@ -137,7 +137,7 @@ def _llama(metadata: Metadata, known: Raw) -> Raw:
 
 
 def _phi3(metadata: Metadata, known: Raw) -> Raw:
-    """LongRoPE's factors are tensors; a window of 0 is none, which marks Phi-4."""
+    """LongRoPE's factors are tensors; a window of 0, which marks Phi-4, means no window."""
     raw: Raw = {"sliding_window": metadata.whole("attention.sliding_window", 0) or None}
     long, short = (metadata.factors.get(f"rope_factors_{kind}") for kind in ("long", "short"))
     if (long is None) != (short is None):

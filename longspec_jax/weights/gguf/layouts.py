@@ -54,7 +54,7 @@ def with_rows(tensor: Tensor, order: np.ndarray) -> Tensor:
     """A tensor whose row ``i`` is the file's row ``order[i]``."""
 
     def read(index: Index) -> np.ndarray:
-        rows: Any = order[index[0]]  # Of these rows alone; NumPy takes places as it takes a slice.
+        rows: Any = order[index[0]]  # Only these rows; NumPy takes indices as it takes a slice.
         return tensor.read((rows, *index[1:]))
 
     return tensor._replace(read=read)

@@ -113,7 +113,7 @@ class Type(NamedTuple):
     size: int
     """Bytes of a block."""
     form: Form
-    """Of a matrix of this type alone."""
+    """Of a matrix whose blocks are only of this type."""
     numbers: Callable[[Blocks], np.ndarray]
     """Codes: pairs in a byte as :class:`QuantisedMatrix` has them, or numbers in 8 bits."""
     scales: Callable[[Blocks], Scales]

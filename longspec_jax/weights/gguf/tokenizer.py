@@ -76,7 +76,7 @@ class Split:
     pattern: str | None
     """Pieces that are merged apart; GPT-2's own if absent."""
     digits: bool = False
-    """Whether every digit is alone before that."""
+    """Whether digits are split one by one before that."""
     composed: bool = False
     """Whether the text is brought into NFC."""
     whole: bool = False

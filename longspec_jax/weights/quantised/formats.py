@@ -199,7 +199,7 @@ def _awq(part: JsonObject) -> Quantisation:
 
 
 def _mxfp4(part: JsonObject) -> Quantisation:
-    """The MXFP4 format of gpt-oss, whose experts alone are quantised.
+    """The MXFP4 format of gpt-oss, which quantises only the experts.
 
     The stored tensors show which modules are not.
     """
