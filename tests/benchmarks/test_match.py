@@ -48,7 +48,7 @@ def test_quantised_weights_on_a_mesh(tmp_path: Path) -> None:
     status, rows = rows_of(tmp_path / "rows.json", *options)
     assert status == 0 and {row["differing_tokens"] for row in rows} == {0}
     assert {row["dtype"] for row in rows} == {"weights int4, activations float32"}
-    with pytest.raises(ValueError, match="of random weights alone; demo has its own"):
+    with pytest.raises(ValueError, match="is only for random weights; demo has its own"):
         match.load("demo", "float32", "fp8")
 
 
