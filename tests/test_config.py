@@ -71,7 +71,7 @@ def test_trees_that_are_none(fields, message) -> None:
 
 
 @each_row("text", ["4,16@1", "chain:3@1"])
-def test_a_budget_of_the_root_alone(text) -> None:
+def test_a_budget_of_only_the_root(text) -> None:
     shape = TreeConfig.parse(text.removesuffix("@1"))
     with pytest.raises(ValueError, match=f"^the tree {text} verifies only the root.*at least 2$"):
         TreeConfig.parse(text)

@@ -145,7 +145,7 @@ def test_every_token_that_differs_counts() -> None:
     assert [row["new_tokens"] for row in rows] == [3, 2, 1]
 
 
-def test_the_hierarchy_proposes_chains_alone() -> None:
+def test_the_hierarchy_proposes_only_chains() -> None:
     chain, tree = TreeConfig((1, 1)), TreeConfig((2, 2))
     found = [*match.cases(["hierarchy", "ngram"], [chain, tree])]
     assert [name for name, _ in found] == ["hierarchy", "ngram", "ngram", "plain"]

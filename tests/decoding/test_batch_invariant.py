@@ -102,7 +102,7 @@ def test_the_kernels_serve_one_gpu(fields: dict[str, Any], hopper: None) -> None
     assert [is_chosen(target, wanted) for wanted in (True, None, False)] == [True, True, False]
 
 
-def test_what_was_not_compared_yet_is_taken_by_name_alone(hopper: None) -> None:
+def test_what_was_not_compared_yet_is_taken_only_by_name(hopper: None) -> None:
     windows = dict(kinds=(LayerConfig(Rotary(), 18), LayerConfig(Rotary())), pattern=(0, 1))
     mesh = make_mesh(data=2).abstract_mesh
     for fields in (dict(head_width=256), windows, dict(attention_sinks=True)):
@@ -285,7 +285,7 @@ def test_one_order_needs_no_triton() -> None:
 
 
 @pytest.mark.skipif(not hardware.mosaic_is_supported(), reason="the kernels need jax 0.11 or newer")
-def test_a_layer_of_experts_is_kernels_alone(hopper: None) -> None:
+def test_a_layer_of_experts_is_only_kernels(hopper: None) -> None:
     """Queries, attention and its output, router, experts and the LM head."""
     fields = experts() | dict(pattern=(0,), num_layers=1, mlp_width=100)
     model = batch_invariant.choose_kernels(with_fields(**fields), True)

@@ -170,7 +170,7 @@ def test_lookup_alone_weighs_its_trees_by_the_seconds_of_the_warm_up(spec) -> No
     assert begun.tree in [use.tree for use in result.stats.trees]
 
 
-def test_a_tree_of_lookup_is_that_of_drafts_that_look_up_alone(spec) -> None:
+def test_a_tree_of_lookup_is_that_of_drafts_that_only_look_up(spec) -> None:
     alone = dataclasses.replace(spec, draft=(NgramDraft(),))
     result = alone.generate(PROMPT, tree="none@6~5", **OPTIONS)
     assert [str(use.tree) for use in result.stats.trees] == ["8,8,8,8,8@6"]

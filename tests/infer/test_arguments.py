@@ -116,7 +116,7 @@ REFUSED = {
 
 @each_row("typed", REFUSED)
 def test_refused_on_one_line_before_anything(typed, capsys) -> None:
-    """Without loading jax, on standard error alone."""
+    """Without loading jax, only on standard error."""
     assert decode.main(typed.split(" ")) == 2
     printed = capsys.readouterr()
     [line] = printed.err.splitlines()

@@ -175,7 +175,7 @@ def test_batch_rows_equal_lone_runs(folders, tmp_path) -> None:
     assert lone["rows"][0]["tokens"] == found["rows"][0]["tokens"]
 
 
-def test_json_on_standard_output_is_json_alone(folders, capsys) -> None:
+def test_json_on_standard_output_is_only_json(folders, capsys) -> None:
     argv = ["--prompt=ab", "--tree=none", "--json=-", "--max_new_tokens=3"]
     assert decode.main([*without_tree(folders), *argv]) == 0
     printed = capsys.readouterr()

@@ -85,7 +85,7 @@ def told(
     marks: bool = True,
     tokens: list[int] | None = None,
 ) -> Told:
-    """As of :func:`read_out`."""
+    """See :func:`read_out`."""
     given = ids(text, marks) if tokens is None else tokens
     reading = Reading(marked(template, marks), named(KNOWN) if tools else None, thinking)
     return read_out(given, reading, talking_tokenizer(marks))

@@ -120,7 +120,7 @@ def test_a_pickle_before_zip_archives_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_that_holds_more_is_not_downloaded_again(tmp_path: Path) -> None:
-    """It would be the same: safetensors, or its tensors alone, are what can be loaded."""
+    """It would be the same: only safetensors, or a file of only tensors, can be loaded."""
     torch.save({"a": torch.ones(4), "epoch": torch.device("cpu")}, tmp_path / FILE)
     words = "download it again if it is damaged, else take the model's safetensors"
     with ExitStack() as stack, pytest.raises(ValueError, match=words):

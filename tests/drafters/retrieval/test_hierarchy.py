@@ -84,7 +84,7 @@ def test_a_bad_draft_s_tree_at_the_end_gains_nothing() -> None:
 @pytest.mark.parametrize(
     ("hierarchy", "alone"),
     [
-        # A chain of none is one level: the inner drafter's trees, as it would propose them alone.
+        # An empty chain is one level: the inner drafter's trees, as it would propose them alone.
         (PartialVerifier(TREES, SinksAndRecent(2, 5), TreeConfig((2, 3), chain=0)), TREES),
         # Without a drafter inside each round draws one token, by partial passes of the target.
         (PartialVerifier(NoDraft(), ALL, CHAIN), StreamingDrafter(CHAIN, ALL)),

@@ -59,7 +59,7 @@ def attending(cache: WorkingCache, length: Any, slots: Any) -> CachedSelection:
 
 
 def looking(cache: WorkingCache, choice: Any, length: Any, slots: Any) -> CachedSelection:
-    """A look at a target's cache in which the row's query attends to one slot alone."""
+    """A look at a target's cache in which the row's query attends to only one slot."""
     rows, config = len(length), cache.target
     shape = (rows, config.num_kv_heads, SLOTS, config.head_width)
     keys = np.full(shape, -1.0, np.float32)

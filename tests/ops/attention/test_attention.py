@@ -98,7 +98,7 @@ def _among_others(own: Prefix) -> Prefix:
 def test_rows_of_a_larger_cache_are_read_where_they_lie(
     implementation: str, start: list[int] | None
 ) -> None:
-    """With the same bits as of a cache of these rows alone."""
+    """With the same bits as from a cache of only these rows."""
     x = inputs(Shape(), "float32", [131, 77], start)
     q, own = x.prefix
     among = _among_others(own)

@@ -356,7 +356,7 @@ def test_a_quantised_target_is_not_saved_as_a_whole_one(tmp_path: Path) -> None:
 
 
 def test_scales_of_a_cache_are_read_where_it_is_asked_for(tmp_path: Path) -> None:
-    """One a layer or one a head; some layers' alone are refused, and what is no scale."""
+    """One a layer or one a head. Only some layers' are refused, and so is a bad scale."""
     folder = write(tmp_path, "W8A16")
     file, attention = folder / "model.safetensors", "model.layers.{}.self_attn.{}".format
     tensors = load_file(file)
