@@ -10,7 +10,7 @@ Einsum strings, shape annotations, comments and the README use these letters.
     F  MLP width                  V  vocabulary
     W  draft window               L  layers
     C  tokens of one prefill chunk
-    rows  of a cache: one for each batch row, or more, of which the batch's are some
+    rows  of a cache: one for each batch row, or more, the batch's among them
 
 Query heads are ordered key/value-head-major: head ``n`` reads key/value head ``n // G``.
 """

@@ -409,7 +409,7 @@ def whole_number(name: str, value: object, least: int = 1, most: int = LARGEST_W
     """The value as an integer.
 
     Raises:
-      Refused: if it is no whole number, or below ``least`` or above ``most``.
+      Refused: if it is not a whole number, or below ``least`` or above ``most``.
     """
     return Whole(least, most).read(name, value)
 
@@ -418,7 +418,7 @@ def finite_number(name: str, value: object, least: float, most: float = LARGEST_
     """The value as a float.
 
     Raises:
-      Refused: if it is no finite number, or below ``least`` or above ``most``.
+      Refused: if it is not a finite number, or below ``least`` or above ``most``.
     """
     return Real(least, most).read(name, value)
 

@@ -145,7 +145,7 @@ class _Rules:
             case "integer" | "number" | "boolean" | "null":
                 own = {key: schema[key] for key in _NUMBERS if key in schema}
                 return self._named(f"%json {json.dumps({'type': kind, **own})}")
-        raise ValueError(f"{kind!r} is no type of JSON")
+        raise ValueError(f"{kind!r} is not a type of JSON")
 
     def object(self, schema: Mapping[str, Any]) -> str:
         """An object: only the fields that it names, unless it names none."""

@@ -180,7 +180,7 @@ class TreeConfig:
 
     @cached_property
     def num_proposed(self) -> int:
-        """Nodes with those of lookup, of which ``budget`` are verified."""
+        """Nodes with those of lookup; ``budget`` of them are verified."""
         return self.num_grown + PLACES * (self.lookup or 0)
 
     @cached_property
@@ -248,6 +248,6 @@ def tree_widths(widths: object) -> tuple[int, ...]:
 PLAIN = TreeConfig(())
 DEFAULT_TREE = TreeConfig(budget=64)
 """The usual tree of a large target on a GPU, where :mod:`longspec_jax.generation.speeds` chooses
-for calls that name none: the paper's, of which the best 64 of 69 nodes are verified. They fill
+for calls that name none: the paper's, with the best 64 of 69 nodes verified. They fill
 whole tiles of query rows, so that a round takes 4 to 9 % less time on a GPU (Vicuna-7B at 32k and
 4k), for at most 1 % fewer tokens (README)."""

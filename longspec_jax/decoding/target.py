@@ -249,7 +249,7 @@ class TargetModel:
             return tokens, positions, mask
         wider = ((0, 0), (0, missing))
         mask = jnp.pad(mask, (*wider, (0, missing)))
-        mask |= jnp.eye(mask.shape[1], dtype=bool)  # Of nothing there is no softmax.
+        mask |= jnp.eye(mask.shape[1], dtype=bool)  # A softmax needs at least one key.
         return jnp.pad(tokens, wider), jnp.pad(positions, wider, mode="edge"), mask
 
     def reach(self, length: Lengths) -> Lengths | None:

@@ -122,7 +122,7 @@ class Counts:
     """How often tokens of every class were right in a row, lately."""
 
     tried: Leaf[Float[Array, "B K"]]
-    """Those of which all tokens before them on their path were right."""
+    """Those whose earlier tokens on their path were all right."""
     right: Leaf[Float[Array, "B K"]]
 
     @classmethod

@@ -274,7 +274,7 @@ class DFlashLayers(nn.Module):
 
 @struct.dataclass
 class DFlashParams(BlockParams):
-    """The draft's layers, its heads, and its tables, of which some may be the target's."""
+    """The draft's layers, its heads, and its tables, some of which may be the target's."""
 
     confidence: PyTree = None
     """``kernel [1, C]`` and ``bias [1]`` of the confidence head; None without one."""

@@ -286,7 +286,7 @@ class Eagle3Layer(nn.Module):
 
 @struct.dataclass
 class Eagle3Params(TableParams):
-    """The draft's layer and its tables, of which some may be the target's."""
+    """The draft's layer and its tables, some of which may be the target's."""
 
     module: ClassVar[type[Any]] = Eagle3Layer
     """Class of the draft's module, which a configuration makes."""

@@ -105,7 +105,7 @@ class PEagleLayers(Eagle3Layer):
 
 @struct.dataclass
 class PEagleParams(Eagle3Params):
-    """The draft's layers and its tables, of which some may be the target's."""
+    """The draft's layers and its tables, some of which may be the target's."""
 
     module = PEagleLayers
 

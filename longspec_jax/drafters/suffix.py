@@ -153,7 +153,7 @@ def _lengths(
 ) -> Int[Array, "B C"]:
     """How many tokens up to each place equal the ending."""
     before = places[:, :, None] - jnp.arange(ending.shape[1])
-    tokens = along(jnp.maximum(before, 0), library)  # What lies before all texts is no token.
+    tokens = along(jnp.maximum(before, 0), library)  # Before all texts there is no token.
     return jnp.cumprod(tokens == ending[:, None], axis=2).sum(axis=2)
 
 

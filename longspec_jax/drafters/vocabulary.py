@@ -146,7 +146,7 @@ class OwnTokens:
         return replace(self, tokens=write(self.tokens, at, tokens), count=self.count + found)
 
     def distinct(self) -> Bool[Array, "B X"]:
-        """Slots of which each holds a token that no earlier slot holds."""
+        """Slots whose token no earlier slot holds."""
         place = jnp.arange(self.tokens.shape[1])
         there = place < self.count[:, None]
         same = self.tokens[:, :, None] == self.tokens[:, None]

@@ -72,12 +72,12 @@ class DraftWindow(NamedTuple):
     def written(
         self, entries: Entries, fresh: Rows, at: Int[Array, "B n"], count: Lengths
     ) -> Entries:
-        """The entries with fresh ones at ``at[b]``, of which the first ``count[b]`` joined.
+        """The entries with fresh ones at ``at[b]``; the first ``count[b]`` of them joined.
 
         Args:
           entries: those so far.
           fresh: those to write.
-          at: their numbers, ascending by one; a negative one is no entry.
+          at: their numbers, ascending by one; a negative one is not an entry.
           count: how many of them joined.
         """
         offsets = jnp.arange(at.shape[1])

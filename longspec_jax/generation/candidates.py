@@ -38,7 +38,7 @@ def candidates(drafters: Sequence[Drafter]) -> tuple[Drafter, ...]:
     one as well, verified on one level.
 
     Args:
-      drafters: of which each differs from the others in its tree.
+      drafters: each differs from the others in its tree.
 
     Returns:
       The candidates, the cheapest first.

@@ -263,7 +263,7 @@ def vocabulary_of(
       stop_tokens: what ends a text, allowed where the grammar is satisfied.
 
     Raises:
-      ValueError: for a tokenizer that is no fast one, or without a stop token.
+      ValueError: for a tokenizer that is not a fast one, or without a stop token.
       ModuleNotFoundError: without the extra ``grammar``.
     """
     _library()
@@ -328,7 +328,7 @@ def referred(schema: Mapping[str, Any], reference: str) -> object:
 
 
 def _ends(schema: object, ends: Mapping[str, bool]) -> bool:
-    """Whether a finite text satisfies a schema, given the references of which that is known."""
+    """Whether a finite text satisfies a schema, given the references that are known to be so."""
     if not isinstance(schema, Mapping):
         return True
     reference = schema.get("$ref")

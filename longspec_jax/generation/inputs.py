@@ -215,7 +215,7 @@ def encode_text(
     except UnicodeEncodeError as error:
         raise ValueError(
             f"the text has a lone surrogate, {text[error.start]!r}, at character {error.start}, "
-            "which is no character; read the text as UTF-8, or replace what cannot be read "
+            "which is not a character; read the text as UTF-8, or replace what cannot be read "
             "(errors='replace')"
         ) from error
     try:
@@ -290,8 +290,8 @@ def _unpadded(batch: Mapping[str, Any]) -> list[Any]:
     """The rows of a tokenizer's output, without the padding its attention mask marks."""
     if "input_ids" not in batch:
         raise ValueError(
-            f"a mapping of {sorted(map(str, batch))} is no prompt: it needs 'input_ids', or wrap a "
-            "chat message in a list"
+            f"a mapping of {sorted(map(str, batch))} is not a prompt: it needs 'input_ids', or "
+            "wrap a chat message in a list"
         )
     rows = _rows(batch["input_ids"])
     if batch.get("attention_mask") is None:
@@ -306,7 +306,7 @@ def _unpadded(batch: Mapping[str, Any]) -> list[Any]:
 
 
 def _kept(row: object, mask: object) -> object:
-    """The tokens of a row whose mask is 1; a row that is no list of tokens is refused later."""
+    """The tokens of a row whose mask is 1; a row that is not a list of tokens is refused later."""
     row, mask = as_plain(row), as_plain(mask)
     if not isinstance(row, Sequence):
         return row

@@ -209,7 +209,7 @@ def sequences_per_prompt(value: object, request: Request) -> int:
       request: the options of one row per prompt.
 
     Raises:
-      ValueError: for what is no whole number from 1, and for rows that would all be equal.
+      ValueError: for what is not a whole number from 1, and for rows that would all be equal.
     """
     rule = OPTIONS["num_return_sequences"].rule
     count = 1 if value is None else rule.read("num_return_sequences", value)

@@ -92,7 +92,7 @@ class Run(TextEngine):
     times: RoundTimes
     """Of a round of every candidate, as far as they are known."""
     kind: str | None = None
-    """The kind of call, of which its speeds are remembered; None where they are not."""
+    """The kind of call that its speeds are kept by; None where they are not kept."""
     rows: list[RowOutput] = field(init=False)
     accepted: Counter[int] = field(default_factory=Counter, init=False)
     """Accepted draft tokens of all rows by who proposed them, as bits."""

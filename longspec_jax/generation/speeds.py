@@ -64,7 +64,7 @@ of 3 with 6 nodes emitted 2.7 to 5.1 on code and prose
 
 
 def guessed_tokens(tree: TreeConfig) -> float:
-    """A guess of what a round of a tree emits that nobody has seen."""
+    """A guess of what a round of a tree emits that has not run."""
     if not tree.widths:
         return FOUND if tree.num_levels else 1.0
     narrow = max(tree.widths) == 1
@@ -217,7 +217,7 @@ class Settled:
     timings: tuple[TreeTiming, ...] = ()
     """What earlier calls of its kind have shown."""
     seen: frozenset[TreeConfig] = frozenset()
-    """Trees of which this process has shown it."""
+    """Trees that this process has shown it for."""
     kind: str | None = None
     """The kind of call; None where nothing is learnt."""
 

@@ -187,7 +187,7 @@ def _require_heads(qkv: Array, mosaic: bool) -> None:
     rows = qkv.shape[0] * qkv.shape[1]
     require_decode_step("the kernel that splits heads", rows, qkv.dtype)
     if mosaic and qkv.shape[-1] % 16:
-        raise NotImplementedError(f"heads of {qkv.shape[-1]} numbers are no multiple of 16")
+        raise NotImplementedError(f"heads of {qkv.shape[-1]} numbers are not a multiple of 16")
 
 
 def wide_qk_norm(
@@ -288,5 +288,5 @@ def _append_rows_kernel(
     dtype = jnp.bfloat16 if dtype == CODES else dtype
     require_decode_step("the kernel that appends rows", path.size, dtype)
     if mosaic and width % 8:
-        raise NotImplementedError(f"heads of {width} numbers are no multiple of 8")
+        raise NotImplementedError(f"heads of {width} numbers are not a multiple of 8")
     return _kernels(mosaic).append_rows(caches, fresh, path, length, cache_rows, ring=ring)

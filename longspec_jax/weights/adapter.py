@@ -406,7 +406,7 @@ def _is_saved(adapter: _Adapter, name: str, tensors: Tensors) -> bool:
 
 
 def _check_all_used(adapter: _Adapter, tensors: Tensors) -> None:
-    """Refuse an adapter of which something would be left out."""
+    """Refuse an adapter if some of it would be left out."""
     left = sorted(adapter.stored.keys() - adapter.used)
     if not left:
         return

@@ -103,7 +103,7 @@ def layer_types(raw: JsonObject, usual: Sequence[str], other: str) -> list[str]:
 
 
 def sliding_types(config: TargetConfig) -> list[str]:
-    """The inverse, of layers of which some have a window."""
+    """The inverse, for layers some of which have a window."""
     return [FULL if kind.window is None else SLIDING for kind in config.layers]
 
 

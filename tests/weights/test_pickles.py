@@ -103,10 +103,10 @@ def test_what_is_no_tensor_is_refused(
         "compressed": "data.pkl is compressed, which torch.save never does",
         "large": "data.pkl has 16777217 bytes and may have 16777216",
         "many places": "holds a value of type int",
-        "twice": "a key is no text",
-        "deep": "a key is no text",
+        "twice": "a key is not a text",
+        "deep": "a key is not a text",
         "other codes": "KeyError: 143",
-        "other object": "it names torch.device, which is no tensor",
+        "other object": "it names torch.device, which is not a tensor",
     }
     with ExitStack() as stack, pytest.raises(ValueError, match=words[kind]):
         open_tensors(tmp_path, stack)

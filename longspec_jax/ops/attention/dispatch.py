@@ -403,7 +403,7 @@ def _cudnn_serves(dtype: DTypeLike, width: int) -> bool:
     """Whether cuDNN differentiates attention of this dtype and head width on this GPU.
 
     Elsewhere it fails, and no earlier than at the first step of a training run: below Ampere, on
-    GPUs of AMD, and for widths that are no multiples of 8.
+    GPUs of AMD, and for widths that are not a multiple of 8.
     """
     capability = compute_capability() or (0, 0)
     widest = 2 * CUDNN_WIDTH if capability >= HOPPER else CUDNN_WIDTH

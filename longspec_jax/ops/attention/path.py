@@ -147,7 +147,7 @@ def require_kernel(
     if fresh.shape[1] != q.shape[1]:
         raise NotImplementedError(f"{q.shape[1]} nodes have {fresh.shape[1]} keys")
     if q.shape[1] > ALIGNED and q.shape[1] % ALIGNED:
-        raise NotImplementedError(f"{q.shape[1]} nodes are no multiple of {ALIGNED}")
+        raise NotImplementedError(f"{q.shape[1]} nodes are not a multiple of {ALIGNED}")
     return hopper
 
 

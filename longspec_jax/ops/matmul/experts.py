@@ -253,7 +253,7 @@ def _form(rows: int, chosen: int, experts: int) -> Callable[..., Array]:
 
 
 def computed_rows(rows: int, chosen: int, experts: int) -> int:
-    """Rows of all experts that exist at once, of which some may be padding."""
+    """Rows of all experts that exist at once, some of which may be padding."""
     form = _form(rows, chosen, experts)
     if form is _chosen:
         return rows * chosen

@@ -92,7 +92,7 @@ def expert_work(
       tiles: the most row tiles.
       contracted: inputs of an expert.
       outputs: outputs of an expert, of each of two matmuls where they are gated.
-      gated: whether there are two matmuls of which one gates the other.
+      gated: whether there are two matmuls, one of which gates the other.
       packed: whether weights are 4-bit floats. Two warpgroups widen them.
 
     Raises:

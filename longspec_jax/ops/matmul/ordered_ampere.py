@@ -27,7 +27,7 @@ from longspec_jax.ops.mosaic import load
 
 _MOST_SPLITS, _MOST_STAGES = 8, 8
 _ALONE = 108
-"""Programs of which an A100 has a multiprocessor for each."""
+"""As many programs as an A100 has multiprocessors."""
 _DEPTH_OF_A_SPLIT = 512
 """The least contracted rows of a share: shorter ones would cost more than their programs gain."""
 

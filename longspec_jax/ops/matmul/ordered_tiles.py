@@ -16,8 +16,8 @@ import functools
 from longspec_jax.ops.hardware import HOPPER, MULTIPROCESSORS, SHARED_BYTES, WARPGROUP_ROWS
 
 WHOLE, HALF = 64, 32
-"""Sizes of the weights that are no multiple of the first cannot be fetched in swizzled blocks of 64
-columns; in those of 32 columns, no multiple of the second."""
+"""Weights whose size is not a multiple of the first cannot be fetched in swizzled blocks of 64
+columns; if it is not a multiple of the second, not in blocks of 32 columns either."""
 FULL_RATE_PROGRAMS = 72
 """As many programs read the weights at nearly the full rate: what fits the times of 21 shapes best
 (``docs/archive/kernels.md``)."""
@@ -80,7 +80,7 @@ class Work:
 
     @property
     def strips(self) -> int:
-        """Strips of columns, of which the last may be narrower."""
+        """Strips of columns, the last of which may be narrower."""
         return _ceil(self.columns, self.tile.columns)
 
     @property
@@ -100,7 +100,7 @@ class Work:
 
     @property
     def steps(self) -> int:
-        """Blocks of ``depth`` in the whole contraction, of which the last may be shallower."""
+        """Blocks of ``depth`` in the whole contraction, the last of which may be shallower."""
         return _ceil(self.contracted, self.tile.depth)
 
     @property
@@ -159,7 +159,7 @@ def matmul_tile(
     Args:
       contracted: size of the contracted axis.
       columns: columns of the result, of each of two matmuls where they are gated.
-      gated: whether there are two matmuls of which one gates the other.
+      gated: whether there are two matmuls, one of which gates the other.
       split: whether the contraction may be split and leave partials.
 
     Raises:

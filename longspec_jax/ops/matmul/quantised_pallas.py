@@ -61,7 +61,7 @@ def triton_tile(
     Args:
       rows: rows of the result.
       weights: what they are multiplied by.
-      gated: whether there are two matmuls of which one gates the other.
+      gated: whether there are two matmuls, one of which gates the other.
       split: whether the contraction may be split and leave partials.
 
     Raises:

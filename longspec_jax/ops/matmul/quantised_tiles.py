@@ -229,7 +229,7 @@ def quantised_tile(
       contracted: size of the contracted axis.
       columns: outputs, of each of two matmuls where they are gated.
       bits: of a code.
-      gated: whether there are two matmuls of which one gates the other.
+      gated: whether there are two matmuls, one of which gates the other.
       split: whether the contraction may be split and leave partials.
     """
     widths = [width for width in (64, 128) if columns % width == 0]

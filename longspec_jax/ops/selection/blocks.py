@@ -81,7 +81,7 @@ class BlockBudget:
         """
         if capacity % self.block:
             raise ValueError(
-                f"a cache of {capacity} slots is no whole number of blocks of {self.block}; "
+                f"a cache of {capacity} slots is not a whole number of blocks of {self.block}; "
                 "choose a block, and a prefill chunk, that are powers of two"
             )
         return capacity // self.block

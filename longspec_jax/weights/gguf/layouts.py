@@ -154,7 +154,7 @@ def blocks(tensor: Tensor) -> Tensor:
     A byte holds two neighbours there, and in the file two that are half a block apart.
 
     Args:
-      tensor: the stored bytes ``[E, out, groups, 17]``, of which the first is the scale.
+      tensor: the stored bytes ``[E, out, groups, 17]``, the first of which is the scale.
     """
 
     def read(index: Index) -> np.ndarray:

@@ -140,7 +140,7 @@ def as_blocks(rows: UInt8[np.ndarray, "*out bytes"], name: str) -> Blocks:
     """Rows as whole blocks of a type."""
     size = TYPES[name].size
     if rows.shape[-1] % size:
-        raise ValueError(f"rows of {rows.shape[-1]} bytes are no blocks of {size}, as {name} has")
+        raise ValueError(f"rows of {rows.shape[-1]} bytes are not blocks of {size}, as {name} has")
     return rows.reshape(*rows.shape[:-1], -1, size)
 
 

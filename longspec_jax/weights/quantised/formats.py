@@ -253,5 +253,5 @@ def _pattern(text: str, part: JsonObject) -> Matches:
     try:
         compiled = re.compile(checked_pattern(text))
     except re.error as error:
-        raise ValueError(f"{part.origin}: {shown(text)} is no pattern ({error})") from error
+        raise ValueError(f"{part.origin}: {shown(text)} is not a pattern ({error})") from error
     return lambda name: compiled.match(name) is not None

@@ -269,7 +269,7 @@ def _integers(
     out, inputs = shape
     each = 8 // bits
     if inputs % each:
-        raise ValueError(f"{words.file}: {inputs} inputs of {bits} bits are no whole bytes")
+        raise ValueError(f"{words.file}: {inputs} inputs of {bits} bits are not whole bytes")
 
     def codes(index: Index) -> np.ndarray:
         rows, columns = (
@@ -333,7 +333,7 @@ def _refuse_uneven(name: str, each: int, **sizes: int) -> None:
     for what, size in sizes.items():
         if size % each:
             raise ValueError(
-                f"{name} has {what}={size}, which is no multiple of the {each} codes of a word; "
+                f"{name} has {what}={size}, which is not a multiple of the {each} codes of a word; "
                 "load a checkpoint of another format"
             )
 
