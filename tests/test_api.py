@@ -229,7 +229,7 @@ FEW = 3, 9, 1, 12, 7, 4
 
 
 def test_a_draft_vocabulary_changes_only_the_speed(spec, batch) -> None:
-    """What cannot be proposed is said all the same; the rows of the head are counted."""
+    """What cannot be proposed is emitted all the same; the rows of the head are counted."""
     again = rebound(spec, vocabulary=FEW).generate(PROMPTS, **WARM, eos_token_id=[])
     assert again.sequences == batch.sequences
     said, drafted = (np.concatenate(rows) for rows in (again.sequences, again.drafted))

@@ -257,7 +257,7 @@ def test_drafts_of_large_vocabularies_propose_what_was_merged_first(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And what a row's text holds: where it pays, and nobody names a number."""
+    """And what a row's text holds: where it pays, and no number is named."""
 
     class Tokenizer:
         backend_tokenizer = property(lambda self: self)

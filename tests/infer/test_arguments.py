@@ -1,4 +1,4 @@
-"""The arguments of the decode command: all that is refused without a model, and how it is said."""
+"""The arguments of the decode command: all that is refused without a model, and in which words."""
 
 import json
 from pathlib import Path
@@ -182,7 +182,7 @@ def parsed(*typed: str):
 
 
 def test_the_tree() -> None:
-    """What nobody names is the library's to choose."""
+    """What is not named, the library chooses."""
     assert parsed().tree is None
     assert parsed("--tree=none").tree == PLAIN
     assert parsed("--tree=4,5").tree == TreeConfig((4, 5))

@@ -263,7 +263,7 @@ def test_rows_that_are_done_keep_nobody_waiting() -> None:
 
 
 def test_logits_that_are_not_finite_end_a_row_as_they_end_plain_decoding() -> None:
-    """They draw a token that is none, which must not become a candidate."""
+    """They draw what is not a token, which must not become a candidate."""
     spoiled = replace(LOOKUP, params=TABLE.at[::9].set(jnp.nan), _known={})
     [state] = spoiled.same(PartialVerifier(NoDraft(), ALL, CHAIN), None, [GREEDY])
     rows = spoiled.plain(GREEDY)

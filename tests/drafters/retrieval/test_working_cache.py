@@ -85,7 +85,7 @@ def test_what_the_target_attends_to_is_read_until_the_next_choice() -> None:
             assert len(read[row]) == len(set(read[row])), "no slot is read twice"
             assert {*range(8), *range(slot // 8 * 8, slot // 8 * 8 + 8)} <= set(read[row])
             assert set(range(last, end)) <= set(read[row]) <= set(range(end))
-            # Four chunks at the choice, of which the last need not be full.
+            # Four chunks at the choice, the last of which need not be full.
             assert len(read[row]) == min(24 + start - last, start) + committed
 
 

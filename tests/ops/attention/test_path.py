@@ -175,7 +175,7 @@ class Text(NamedTuple):
         )
 
     def prefix(self, length: int, window: int | None = None) -> Prefix:
-        """The first tokens in a cache, or in the ring of a window; what nobody sees is NaN."""
+        """The first tokens in a cache, or in the ring of a window; what no query sees is NaN."""
         position = jnp.arange(self.keys.shape[1])
         if window is not None:
             slot = jnp.arange(ring_slots(window, path.SLOTS))

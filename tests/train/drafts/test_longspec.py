@@ -278,7 +278,7 @@ def measured(models: tuple[Any, Any], weights: np.ndarray) -> dict[str, float]:
 
 
 def spoiled(params: Any) -> Any:
-    """Parameters of which one is no number."""
+    """Parameters, one of which is NaN."""
     leaves, tree = jax.tree.flatten(params)
     leaves[-1] = leaves[-1].at[(0,) * leaves[-1].ndim].set(jnp.nan)
     return jax.tree.unflatten(tree, leaves)
