@@ -74,10 +74,11 @@ def test_a_draft_of_an_installed_target_learns_text_and_then_answers(name: str) 
     short, long = text.stages
     assert short.seq_len + short.max_offset == long.seq_len and not long.max_offset
     assert short.batch * short.seq_len == long.batch * long.seq_len
+    assert load(name, "parallel").draft.kind == "parallel"
     [stage] = answers.stages
     assert answers.draft.init == f"runs/{name}/draft" and stage.max_offset
     assert answers.data.files == f"runs/{name}/answers.jsonl" and answers.data.pack
-    with pytest.raises(ValueError, match="choose one of text, answers"):
+    with pytest.raises(ValueError, match="choose one of text, parallel, answers"):
         load(name, "short")
 
 
