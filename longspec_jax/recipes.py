@@ -152,7 +152,8 @@ def installed_text_config(
             answers=stage(1024, 128, 2e-4, max_seconds=60.0, accumulation=0, max_offset=offset)
         )
     else:
-        raise ValueError(f"{name} has no variant {variant!r}; choose one of text, parallel, answers")
+        known = "text, parallel, answers"
+        raise ValueError(f"{name} has no variant {variant!r}; choose one of {known}")
     config.update(
         target=target,
         save_every=0,
