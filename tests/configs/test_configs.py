@@ -281,10 +281,12 @@ def test_micro_batches_follow_the_devices(name: str, devices: int) -> None:
 
 
 def test_data_that_no_stage_would_read_are_refused() -> None:
-    config = importlib.import_module("configs.vicuna7b").get_config().to_dict()
-    config["data"]["files"] = "mine.jsonl"
-    with pytest.raises(ValueError, match="--config.data.files is read by no stage.*NAME:short"):
-        from_config(config)
+    for field, value in (("files", "mine.jsonl"), ("pack", True), ("turn", "{content}")):
+        config = importlib.import_module("configs.vicuna7b").get_config().to_dict()
+        config["data"][field] = value
+        refusal = f"--config.data.{field} is read by no stage.*short.data.{field}.*NAME:short"
+        with pytest.raises(ValueError, match=refusal):
+            from_config(config)
 
 
 @each_row("name", PAPER)
