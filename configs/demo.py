@@ -18,7 +18,7 @@ Without anchor-offset, at the same budget: ``--config.draft.anchor_offset=False`
 sees only a window of the last tokens:
 
     python -m train.run --config=configs/demo.py:eagle3_cpu --workdir=runs/demo_eagle3
-    python -m infer.decode --draft=runs/demo_eagle3/draft
+    python -m infer.decode --target=demo --draft=runs/demo_eagle3/draft
 
 ``demo.py:dflash`` trains a DFlash draft for the same target on the same rows, and
 ``demo.py:dflash_cpu`` one in a quarter of an hour on a CPU.

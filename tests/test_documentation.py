@@ -142,11 +142,19 @@ MOVED = {
 
 
 def text_of(page: Path) -> str:
-    """A page's text, the commands of the changelog by their names of today."""
+    """A page's text, its scripts as modules, commands of the changelog by their names of today."""
     text = page.read_text()
     for old, new in MOVED.items() if page.name == "CHANGELOG.md" else ():
         text = text.replace(old, new)
+    for module, script in SCRIPTS.items():
+        text = re.sub(rf"\b{script}\b(?![-.])", f"python -m {module}", text)
     return text
+
+
+def block_lines(text: str) -> list[str]:
+    """The commands in a page's blocks, without comments, each on one line."""
+    joined = "".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL)).replace("\\\n", " ")
+    return [line.split(" #")[0] for line in joined.splitlines()]
 
 
 @each_row("page", PAGES)
@@ -202,14 +210,9 @@ OTHERS_OPTIONS = ("--config", "--xla_", "--gpu", "--ntasks", "--signal", "--requ
 @each_row("page", PAGES)
 def test_options_exist(page: Path) -> None:
     """In commands, and where they stand alone; the changelog may name some that are gone."""
-    every = set().union(*map(options_of, parsers()))
-    text = text_of(page)
-    for module, script in SCRIPTS.items():
-        text = re.sub(rf"\b{script}\b(?![-.])", f"python -m {module}", text)
-    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    every, text = set().union(*map(options_of, parsers())), text_of(page)
     words = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
-    for piece in (line.split("#")[0] for line in (*lines, *words)):
+    for piece in (*block_lines(text), *(word.split("#")[0] for word in words)):
         if command := COMMAND.search(piece):
             missing = _named(command[2]) - options_of(command[1])
         elif piece.startswith("--") and page.name != "CHANGELOG.md":
@@ -217,6 +220,15 @@ def test_options_exist(page: Path) -> None:
         else:
             continue
         assert not missing, f"{page.name}: {piece}"
+
+
+@each_row("page", PAGES)
+def test_commands_of_blocks_can_be_typed(page: Path) -> None:
+    """They are read to the end, as they are typed; those that train, below."""
+    for line in block_lines(text_of(page)):
+        command = COMMAND.search(line.split(" < ")[0])
+        if command and command[1] not in ("train.run", "train.prepare"):
+            parsers()[command[1]].parse_args(shlex.split(command[2]))
 
 
 def test_every_option_says_what_it_does_and_its_default() -> None:
@@ -269,14 +281,8 @@ def test_fields_that_do_not_exist_are_seen() -> None:
 
 def training_commands() -> list[str]:
     """Every command of the pages' blocks and of ``deploy/`` that trains, its lines joined."""
-    blocks = [
-        block
-        for page in PAGES
-        for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL)
-    ]
-    blocks.append((ROOT / "deploy" / "train.slurm").read_text())
-    joined = [block.replace("\\\n", " ") for block in blocks]
-    lines = [line.split(" #")[0] for block in joined for line in block.splitlines()]
+    lines = [line for page in PAGES for line in block_lines(page.read_text())]
+    lines += (ROOT / "deploy" / "train.slurm").read_text().replace("\\\n", " ").splitlines()
     lines += [job["spec"]["template"]["spec"]["containers"][0]["args"][0] for job in manifests()]
     trains = (line.partition("python -m train.run ")[2] for line in lines)
     return [given for given in trains if "--config=" in given]

@@ -430,14 +430,16 @@ class RunConfig:
                 )
 
     def _check_sources(self) -> None:
-        """Refuse a stage without a source or with several, and a source that no stage reads."""
+        """Refuse a stage without a source or with several, and data that no stage reads."""
         own = [stage for stage in self.stages if stage.data is not None]
-        if self.data.sources and self.stages and len(own) == len(self.stages):
+        taken = [vars(each) for each in (DataConfig(), *(stage.data for stage in own))]
+        unread = [k for k, v in vars(self.data).items() if all(v != each[k] for each in taken)]
+        if unread and len(own) == len(self.stages) and self.pretraining is None:
             first = own[0].name
             raise ValueError(
-                f"--config.data.{self.data.sources[0]} is read by no stage: each of "
+                f"--config.data.{unread[0]} is read by no stage: each of "
                 f"{', '.join(stage.name for stage in own)} has data of its own; set "
-                f"--config.stages.{first}.data.files=PATHS, or choose the variant of one stage, "
+                f"--config.stages.{first}.data.{unread[0]}, or choose the variant of one stage, "
                 f"such as --config=NAME:{first}"
             )
         read = {stage.data_section: stage.data for stage in own}

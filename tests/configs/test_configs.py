@@ -74,10 +74,11 @@ def test_a_draft_of_an_installed_target_learns_text_and_then_answers(name: str) 
     short, long = text.stages
     assert short.seq_len + short.max_offset == long.seq_len and not long.max_offset
     assert short.batch * short.seq_len == long.batch * long.seq_len
+    assert load(name, "parallel").draft.kind == "parallel"
     [stage] = answers.stages
     assert answers.draft.init == f"runs/{name}/draft" and stage.max_offset
     assert answers.data.files == f"runs/{name}/answers.jsonl" and answers.data.pack
-    with pytest.raises(ValueError, match="choose one of text, answers"):
+    with pytest.raises(ValueError, match="choose one of text, parallel, answers"):
         load(name, "short")
 
 
@@ -280,10 +281,12 @@ def test_micro_batches_follow_the_devices(name: str, devices: int) -> None:
 
 
 def test_data_that_no_stage_would_read_are_refused() -> None:
-    config = importlib.import_module("configs.vicuna7b").get_config().to_dict()
-    config["data"]["files"] = "mine.jsonl"
-    with pytest.raises(ValueError, match="--config.data.files is read by no stage.*NAME:short"):
-        from_config(config)
+    for field, value in (("files", "mine.jsonl"), ("pack", True), ("turn", "{content}")):
+        config = importlib.import_module("configs.vicuna7b").get_config().to_dict()
+        config["data"][field] = value
+        refusal = f"--config.data.{field} is read by no stage.*short.data.{field}.*NAME:short"
+        with pytest.raises(ValueError, match=refusal):
+            from_config(config)
 
 
 @each_row("name", PAPER)
