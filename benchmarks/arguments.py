@@ -73,7 +73,7 @@ ATTENTION_CANDIDATES = ("ours", "pallas", "mosaic", "triton", "xla", "cudnn", "x
 CODE, PROSE, CHAT = KINDS_OF_TEXT = "code", "prose", "chat"
 """Real text that continues or is asked about (:mod:`benchmarks.prompts`)."""
 MEASURED = "plain", "round", "real", "attention"
-"""Plain steps and rounds of a shape, texts of a real model, attention alone
+"""Plain steps and rounds of a shape, texts of a real model, attention by itself
 (:mod:`benchmarks.peers`)."""
 DEFAULT = "default"
 """Among trees, the choice of calls that name none."""
@@ -151,7 +151,7 @@ def head_counts(text: str) -> tuple[int, int]:
 
 
 SEVERAL_TOKENS = cli.value(Whole(2))
-"""New tokens: the first comes from the prefill, so that one alone is no decoding."""
+"""New tokens: the first comes from the prefill, so a single one is no decoding."""
 ACCEPTANCE = _of(
     cli.value(Real(0.0, LARGEST_FLOAT32, ">= 0 and finite")),
     "mean tokens emitted per round, the bonus included; serve: of 64 nodes, fewer keep less",
@@ -209,7 +209,7 @@ DECODE: Options = {
         "only where it is named), vocabulary=N proposes N tokens only"
     ),
     "new_tokens": _of(SEVERAL_TOKENS, "tokens of one repetition", ByMachine(192, 48)),
-    "repetitions": _of(COUNT, "decodes of which the median counts", ByMachine(3, 2)),
+    "repetitions": _of(COUNT, "decodes; the median counts", ByMachine(3, 2)),
     "batch_invariant": BATCH_INVARIANT,
     "kv_dtype": {"choices": KV_DTYPES, "help": "of the cache; as activations if absent"},
     "turns": _of(COUNT, "repeats of a separately timed part", ByMachine(10, 3)),
@@ -267,7 +267,7 @@ SERVE: Options = {
         ByMachine(12288, 2048),
     ),
     "max_itl_ms": _of(
-        COUNT, "the longest pause of these streams, as of infer.serve", ByMachine(50, 1000)
+        COUNT, "the longest pause of these streams, as in infer.serve", ByMachine(50, 1000)
     ),
 }
 TEXTS: Options = {

@@ -152,7 +152,7 @@ def _ours(
 
 
 def _cudnn(q: Any, k: Any, v: Any, tree_k: Any, tree_v: Any, mask: Any) -> jax.Array:
-    """CuDNN over the prefix alone: less work than ours, since it takes no mask at this speed."""
+    """CuDNN over only the prefix: less work than ours, since it takes no mask at this speed."""
     return jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
 
 

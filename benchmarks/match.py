@@ -111,7 +111,7 @@ def load(target: str, dtype: str, weights: str = "whole", **options: Any) -> Lon
     Args:
       target: its name.
       dtype: of weights and activations.
-      weights: how random ones are stored, as of :func:`.models.random_model`.
+      weights: how random ones are stored, as in :func:`.models.random_model`.
       options: of the model: its kernels, and the mesh that it is spread over.
 
     Raises:
@@ -125,7 +125,7 @@ def load(target: str, dtype: str, weights: str = "whole", **options: Any) -> Lon
         chunk = 2048 if jax.default_backend() == "gpu" else 256
         return LongSpec(config, drawn.params.target, prefill_chunk=chunk, **options)
     if weights != "whole":
-        raise ValueError(f"--weights={weights}: of random weights alone; {target} has its own")
+        raise ValueError(f"--weights={weights} is only for random weights; {target} has its own")
     if target == "demo":
         return LongSpec.demo(draft=None, dtype=dtype, **options)
     return LongSpec.from_pretrained(target, dtype=dtype, **options)
@@ -153,7 +153,7 @@ def prompts_of(spec: LongSpec, boundaries: Sequence[int]) -> list[Prompt]:
 
 
 def cases(drafters: Sequence[str], trees: Sequence[TreeConfig]) -> Iterator[tuple[str, TreeConfig]]:
-    """Every drafter with every tree; one that verifies partially has a chain alone."""
+    """Every drafter with every tree; one that verifies partially has only chains."""
     for name, tree in itertools.product(drafters, trees):
         if name != "hierarchy" or set(tree.widths) == {1}:
             yield name, tree

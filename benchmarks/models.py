@@ -98,7 +98,7 @@ def random_model(
       seed: of all draws.
       kind: of the draft, or its folder.
       options: of the draft.
-      batch_invariant: as of ``longspec_jax.decoding.batch_invariant.choose_kernels``.
+      batch_invariant: as in ``longspec_jax.decoding.batch_invariant.choose_kernels``.
       weights: how the target's are stored: whole, or one that ``--weights`` names.
       mesh: what all of them are spread over; one device if absent.
     """
@@ -309,7 +309,7 @@ def check_memory(what: str, needed: int) -> None:
 def random_target(
     config: TargetConfig, seed: int = 0, weights: str = "whole", mesh: Mesh | None = None
 ) -> Any:
-    """Random parameters of a target; arguments as of :func:`random_model`."""
+    """Random parameters of a target; arguments as in :func:`random_model`."""
     return _draw(_initializer(config), seed, weights, mesh)
 
 

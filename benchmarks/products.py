@@ -63,7 +63,7 @@ ORDERED_OPS: dict[str, tuple[Op, Op]] = {
     "down": (functools.partial(ordered.matmul, split=True), few_rows.matmul_xla),
     "head": (ordered.head_matmul, few_rows.head_matmul_xla),
 }
-"""Those whose order of summation follows from the weights' shape alone."""
+"""Those whose order of summation follows only from the weights' shape."""
 QUANTISED_OPS: dict[str, tuple[Op, Op]] = {
     "qkv": (quantised.quantised_matmul, quantised.quantised_matmul_xla),
     "out": (

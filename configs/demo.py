@@ -9,13 +9,13 @@ Hardware: one H200, about 15 minutes in all (an estimate; every stage is limited
 Variants: ``demo.py:smoke`` runs the same shapes for seconds each, ``demo.py:tiny`` suits a CPU.
 Without anchor-offset, at the same budget: ``--config.draft.anchor_offset=False``.
 
-``demo.py:draft`` trains a draft alone, for the target that comes with the package:
+``demo.py:draft`` trains only a draft, for the target that comes with the package:
 
     python -m train.run --config=configs/demo.py:draft --workdir=runs/demo_draft
 
 ``demo.py:eagle3`` trains an EAGLE-3 draft for the same target, likewise in fixed steps, and
 ``demo.py:eagle3_cpu`` one in a quarter of an hour on a CPU, on rows of 256 tokens. Such a draft
-sees a window of the last tokens alone:
+sees only a window of the last tokens:
 
     python -m train.run --config=configs/demo.py:eagle3_cpu --workdir=runs/demo_eagle3
     python -m infer.decode --target=demo --draft=runs/demo_eagle3/draft

@@ -12,7 +12,7 @@ with them, and with them but without positions that stay in place; ``long_only``
 of short rows, at as many floating-point operations; ``shift1``, which never runs ahead of the
 target's keys by more than one token; ``distilled``, which learns the target's own distribution.
 Drafts of other kinds, at as many floating-point operations as ``distilled``: ``parallel``, of three
-layers and blocks of six, ``eagle3``, on short rows alone, and ``small_lm``, a language model of
+layers and blocks of six, ``eagle3``, only on short rows, and ``small_lm``, a language model of
 5.6 M parameters.
 ``tiny`` in front of a variant (``tiny_plain``) is the same in miniature, for a CPU.
 Hardware: two H200s for the target, about 8 minutes; one for a draft, 1 to 3 minutes.
@@ -25,7 +25,7 @@ from longspec_jax.recipes import base_config, code_corpus, miniature, small_llam
 CONTEXT = 16384
 SHORT_STEPS, LONG_STEPS = 120, 50
 LONG_ONLY_STEPS = 110
-"""Of the long stage alone: as many floating-point operations as both stages."""
+"""If there is only the long stage: as many floating-point operations as both stages."""
 PARALLEL_STEPS, EAGLE3_STEPS, SMALL_LM_STEPS = (97, 39), 92, (166, 69)
 """Of other kinds: as many floating-point operations as a distilled draft."""
 TARGET = "runs/small/target/target"
@@ -82,7 +82,7 @@ def _common() -> ConfigDict:
 
 
 def _target(config: ConfigDict) -> None:
-    """The target alone."""
+    """Only the target."""
     config.target = ""
     config.mesh = dict(data=-1, fsdp=1, tp=1)
     config.log_every = 20

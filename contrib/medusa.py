@@ -80,7 +80,7 @@ class MedusaConfig:
     proposable: int | None = None
     """Tokens that the LM heads know; all if absent."""
     logits_divisor: float = 1.0
-    """Of the logits by the target's LM head, as of the target."""
+    """Of the logits by the target's LM head, as in the target."""
     logit_cap: float | None = None
     """Likewise."""
 

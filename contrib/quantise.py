@@ -84,7 +84,7 @@ def quantise(
     raw = read_config(model)
     if wrapped(raw):
         raise ValueError(
-            f"{raw.origin}: the target is part of a model that also sees; name one alone"
+            f"{raw.origin}: the target is part of a model that also sees; name a text-only one"
         )
     if any(raw.has(key) for key in QUANTISATION):
         raise ValueError(f"{raw.origin}: the target is quantised already; name a whole one")

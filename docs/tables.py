@@ -161,7 +161,7 @@ def render(name: str, page: Path) -> str:
 def _cell(column: str | Mapping[str, Any], line: Sequence[Row]) -> str:
     """What a column shows of the rows of one line.
 
-    A template alone is a name that the rows share. Otherwise all rows that match are shown, or the
+    A bare template is a name that the rows share. Otherwise all rows that match are shown, or the
     smallest and the largest figure (``to``), the mean (``mean``), or it and its standard error
     (``±``).
     """

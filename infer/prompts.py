@@ -173,7 +173,7 @@ def read_batch(path: str) -> list[Prompt]:
     """Prompts and their options from a JSONL file.
 
     A line is a JSON string, or an object with one of ``prompt``, ``messages`` and ``input_ids``,
-    and any generation option for its row. Lines end with a line feed alone: JSON strings may hold
+    and any generation option for its row. Lines end only with a line feed: JSON strings may hold
     the other characters that Unicode ends lines with.
     """
     prompts = list(_rows(read_text(path, "--batch"), Path(path).name))

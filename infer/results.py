@@ -191,7 +191,7 @@ def lines(outcomes: Sequence[Outcome], dtype: str, promised: bool = True) -> Ite
     """
     totals = _totals(outcomes)
     if not totals["lossless"]:
-        yield "not lossless        tokens were emitted that a part of the context alone verified"
+        yield "not lossless        tokens were emitted that only a part of the context verified"
     yield from _acceptance_lines(totals)
     yield from _speed_lines(totals)
     yield from _tree_lines(totals["trees"])

@@ -4,7 +4,7 @@
     result = spec.generate("Once upon a time", max_new_tokens=128, temperature=0.7, seed=1)
     print(result.text[0], result.stats.acceptance_length)
 
-The output depends on target, prompt, options and seed. Draft and tree change the speed alone.
+The output depends on target, prompt, options and seed. Draft and tree change only the speed.
 """
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -102,7 +102,7 @@ class LongSpec(Models):
     def identical(self) -> bool:
         """Whether the output is promised to be that of plain decoding, token for token.
 
-        It then depends on target, prompt, options and seed alone: not on draft, tree, batch, slots
+        It then depends only on target, prompt, options and seed: not on draft, tree, batch, slots
         or size of the cache. True in float32, and in 16 bits on Hopper GPUs with the kernels of
         ``batch_invariant``.
         """
@@ -128,9 +128,9 @@ class LongSpec(Models):
           draft: what proposes tokens: a folder or hub id of a draft trained for the target, or the
             name of a kind without weights, such as ``ngram``, or ``mtp`` for the layer that some
             targets carry among their own tensors. Several propose into one tree.
-            Prompt lookup joins a draft with a model wherever a call's tree has space for it, as the
-            trees have that are chosen for calls that name none; ``4,16x4@64`` is the draft's alone,
-            ``4,16x4@64~8`` with lookup. Plain decoding if absent.
+            Prompt lookup joins a draft with a model wherever a call's tree has space for it. The
+            trees for calls without ``tree`` have it. ``4,16x4@64`` is a tree of the draft only,
+            ``4,16x4@64~8`` one with lookup. Plain decoding if absent.
           draft_options: options of the draft's kind by name, such as those of
             :class:`~longspec_jax.drafters.longspec.LongSpecOptions`. Only
             ``retrieve_verify=partial`` changes tokens.
@@ -197,7 +197,7 @@ class LongSpec(Models):
     ) -> "LongSpec":
         """The small target that comes with the package, with its draft and prompt lookup.
 
-        Arguments as of :meth:`from_pretrained`. The dtype is float32 unless another is named: a
+        Arguments as in :meth:`from_pretrained`. The dtype is float32 unless another is named: a
         model this small gains nothing from less, and its output is then that of plain decoding on
         every device.
         """

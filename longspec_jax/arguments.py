@@ -126,7 +126,7 @@ def check_about_drafts(
 
 
 def check_drafts(drafts: Sequence[Any]) -> None:
-    """Refuse values that are no loaded drafts, two drafts of a kind, and a lossy one among others.
+    """Refuse values that are not loaded drafts, two drafts of a kind, and a lossy one among others.
 
     Raises:
       ValueError: names the value.

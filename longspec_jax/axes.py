@@ -10,7 +10,7 @@ Einsum strings, shape annotations, comments and the README use these letters.
     F  MLP width                  V  vocabulary
     W  draft window               L  layers
     C  tokens of one prefill chunk
-    rows  of a cache: one for each batch row, or more, of which the batch's are some
+    rows  of a cache: one for each batch row, or more, the batch's among them
 
 Query heads are ordered key/value-head-major: head ``n`` reads key/value head ``n // G``.
 """
@@ -55,7 +55,7 @@ LayerRows: TypeAlias = Float[Array, "B U _ _"]
 CachedRows: TypeAlias = Num[Array, "B U K H"]
 """The same in the dtype of their cache."""
 Sinks: TypeAlias = Float[Array, " N"]
-"""Attention sinks: a learnt score of every head, which takes part in its softmax alone."""
+"""Attention sinks: a learnt score of every head, which takes part only in its softmax."""
 TreeMask: TypeAlias = Bool[Array, "B T U"]
 Lengths: TypeAlias = Int[Array, " B"]
 Tokens: TypeAlias = Int[Array, "B T"]

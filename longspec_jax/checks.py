@@ -365,7 +365,7 @@ class Maybe(Rule):
     rule: Rule
 
     def refusal(self, value: object) -> str | None:
-        """As of the rule."""
+        """As in the rule."""
         words = None if value is None else self.rule.refusal(value)
         return f"{words}, or left out" if words else None
 
@@ -383,15 +383,15 @@ class Maybe(Rule):
         return None if value is None else self.rule.read(name, value, row)
 
     def plain(self, value: object) -> Any:
-        """None, or as of the rule."""
+        """None, or as in the rule."""
         return None if value is None else self.rule.plain(value)
 
     def of_text(self, text: str) -> Any:
-        """As of the rule."""
+        """As in the rule."""
         return self.rule.of_text(text)
 
     def of_json(self, value: object) -> Any:
-        """As of the rule."""
+        """As in the rule."""
         return None if value is None else self.rule.of_json(value)
 
 
@@ -409,7 +409,7 @@ def whole_number(name: str, value: object, least: int = 1, most: int = LARGEST_W
     """The value as an integer.
 
     Raises:
-      Refused: if it is no whole number, or below ``least`` or above ``most``.
+      Refused: if it is not a whole number, or below ``least`` or above ``most``.
     """
     return Whole(least, most).read(name, value)
 
@@ -418,7 +418,7 @@ def finite_number(name: str, value: object, least: float, most: float = LARGEST_
     """The value as a float.
 
     Raises:
-      Refused: if it is no finite number, or below ``least`` or above ``most``.
+      Refused: if it is not a finite number, or below ``least`` or above ``most``.
     """
     return Real(least, most).read(name, value)
 

@@ -4,7 +4,7 @@ One folder in the user's cache, ``~/.cache/longspec_jax`` unless the environment
 ``LONGSPEC_CACHE`` names another one, and ``LONGSPEC_CACHE=off`` keeps nothing. Programs a caller
 already keeps elsewhere (``JAX_COMPILATION_CACHE_DIR``, or jax's own option) stay there.
 
-Programs that lie in the folder run in this process. So folders are made for this user alone (mode
+Programs that lie in the folder run in this process. So folders are made only for this user (mode
 0700), and one that another user owns or may write to is not used.
 """
 
@@ -26,7 +26,7 @@ def cache_folder() -> Path | None:
     """The folder of everything that is kept; None if nothing is.
 
     Raises:
-      ValueError: if the environment names a folder that is not this user's alone.
+      ValueError: if the environment names a folder that others own or may write to.
     """
     folder = _folder()
     if folder is None or not (reason := not_private(folder)):
@@ -54,8 +54,8 @@ def _folder() -> Path | None:
 def _refusal(folder: Path, reason: str) -> str:
     return (
         f"no compiled programs are kept in {folder} ({reason}): what others put there would run "
-        f"here. Remove it, or set {VARIABLE} to a folder that is not there yet, which is then made "
-        "for you alone, or to off"
+        f"here. Remove it, or set {VARIABLE} to a folder that does not exist, which is then made "
+        "only for you, or to off"
     )
 
 
@@ -73,8 +73,8 @@ def keep_programs(folder: str | Path | None = None) -> Path | None:
       The folder in use, None for none.
 
     Raises:
-      ValueError: if a folder that was named is not this user's alone; the default one is then not
-        used, and a line says so.
+      ValueError: if others own or may write to a folder that was named; the default one is then
+        not used, and a line says so.
     """
     in_use = jax.config.values["jax_compilation_cache_dir"]
     if in_use and folder is None:

@@ -32,7 +32,7 @@ def demo_target() -> Path:
 def demo_drafts(draft: object) -> Any:
     """The drafts that an argument names, one or several, with folders in place of the demo's names.
 
-    Anything that is no name of the demo's drafts is left as it is.
+    Anything that is not a name of the demo's drafts is left as it is.
     """
     if isinstance(draft, list | tuple):
         return [demo_drafts(each) for each in draft]

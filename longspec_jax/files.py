@@ -116,7 +116,7 @@ def make_folder(folder: Path, option: str) -> None:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder that is not there, and those above it, for this user alone.
+    """Make a folder that does not exist, and its parents, only for this user.
 
     Raises:
       OSError: if it cannot be made.

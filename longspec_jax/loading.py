@@ -46,7 +46,7 @@ from longspec_jax.weights.model_files import names_of_tensors, read_config
 
 _SETTINGS = "tokenizer_config.json"
 SENTENCES = "tokenizer.model"
-"""A tokenizer of sentencepiece, which a folder may hold alone."""
+"""A tokenizer of sentencepiece; a folder may have no other."""
 _GENERIC = "PreTrainedTokenizerFast"
 _importing = threading.Lock()
 
@@ -63,7 +63,7 @@ def load_target(
 ) -> tuple[TargetConfig, Any]:
     """Load a target, if the device has memory for it.
 
-    Arguments as of :meth:`longspec_jax.LongSpec.from_pretrained`; ``packed`` as of
+    Arguments as in :meth:`longspec_jax.LongSpec.from_pretrained`; ``packed`` as in
     :func:`longspec_jax.weights.hf.load_target`.
     """
     dtype = best_dtype() if dtype == "auto" else dtype

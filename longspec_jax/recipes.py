@@ -14,7 +14,7 @@ target of your own::
 
 The paper trains in three stages (LongSpec, section 3.2 and appendix). ``short`` teaches a fresh
 draft on 1,024-token documents at anchor-offset positions, ``long`` continues with long documents at
-plain positions, and ``sft`` with long questions whose answers alone are learned. The variant
+plain positions, and ``sft`` with long questions of which only the answers are learned. The variant
 ``all`` is one resumable run of the three, each with data of its own, which
 ``--config.stages.short.data.files=PATHS`` replaces by local files. The variants ``short``, ``long``
 and ``sft`` are one stage each, of ``--config.data``; the last two start from the draft of the one
@@ -22,7 +22,7 @@ before, which ``--config.draft.init`` names if it is elsewhere. The variant ``pa
 for a parallel LongSpec draft.
 
 The variants ``eagle3`` and ``dflash`` train other kinds of drafts for the same target, EAGLE-3
-(arXiv 2503.01840) and DFlash (arXiv 2602.06036), in one stage of conversations whose answers alone
+(arXiv 2503.01840) and DFlash (arXiv 2602.06036), in one stage of conversations. Only their answers
 are learned. A draft is better where the answers are the target's own, which
 ``python -m train.regenerate`` makes of any. The variant ``small_lm`` trains a small language model
 of the target's vocabulary from scratch: on the text of the first stage, then on conversations.
@@ -290,7 +290,7 @@ def paper_config(
 def _on_chats(
     config: "ConfigDict", turn: str, *, clip: float, rate: float, epochs: int
 ) -> "ConfigDict":
-    """A configuration of conversations alone."""
+    """A configuration that trains only on conversations."""
     config.update(
         data=_chats(turn),
         optimizer=dict(clip=clip, weight_decay=0.0, warmup=0.04),
@@ -313,7 +313,7 @@ def _on_text_and_chats(config: "ConfigDict", turn: str) -> "ConfigDict":
 
 
 def _chats(turn: str) -> dict[str, Any]:
-    """Conversations whose answers alone are learned."""
+    """Conversations; only their answers are learned."""
     return dict(hub=CHAT_DATA, split=CHAT_SPLIT, turn=turn, mask_prompts=True, buckets=3)
 
 

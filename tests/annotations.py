@@ -1,4 +1,4 @@
-"""How annotations are executed in tests: shapes by jaxtyping, all others by beartype alone.
+"""How annotations are executed in tests: shapes by jaxtyping, all others only by beartype.
 
 jaxtyping's wrapper binds the arguments of every call and keeps their sizes, some 50 microseconds of
 it. Most functions of a decode loop's host have no shape in their signature: for them beartype does
@@ -56,7 +56,7 @@ def has_shape(annotation: Any) -> bool:
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     """What beartype makes of a function, once for each signature.
 
-    jaxtyping passes functions without a body, which differ in their signatures alone. A function
+    jaxtyping passes functions without a body, which differ only in their signatures. A function
     inside another has a new one for every call, and each took beartype some milliseconds.
     """
     if function.__qualname__.endswith(CONFIG):

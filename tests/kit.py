@@ -251,7 +251,7 @@ def lowered(call: Callable[..., Any], *operands: Any) -> str:
 
 
 def prefill(*prompts: Any, **sizes: Any) -> Rows:
-    """The rows after all chunks of some prompts; arguments as of ``prefill_chunks``."""
+    """The rows after all chunks of some prompts; arguments as in ``prefill_chunks``."""
     *models, tokens, length, request = prompts
     shardings = RowShardings.for_params(models[2].target, len(tokens))
     request = request.replace(speculate=np.ones(len(tokens), bool))

@@ -228,8 +228,8 @@ def test_prompts_of_many_lengths_meet_one_compilation(spec) -> None:
 FEW = 3, 9, 1, 12, 7, 4
 
 
-def test_a_draft_vocabulary_changes_the_speed_alone(spec, batch) -> None:
-    """What cannot be proposed is said all the same; the rows of the head are counted."""
+def test_a_draft_vocabulary_changes_only_the_speed(spec, batch) -> None:
+    """What cannot be proposed is emitted all the same; the rows of the head are counted."""
     again = rebound(spec, vocabulary=FEW).generate(PROMPTS, **WARM, eos_token_id=[])
     assert again.sequences == batch.sequences
     said, drafted = (np.concatenate(rows) for rows in (again.sequences, again.drafted))
@@ -248,7 +248,7 @@ def test_a_draft_vocabulary_that_does_not_fit(spec) -> None:
 
 
 @pytest.mark.parametrize("few", in_tiers([None, FEW], FEW))
-def test_a_draft_in_8_bits_changes_the_speed_alone(spec, batch, few) -> None:
+def test_a_draft_in_8_bits_changes_only_the_speed(spec, batch, few) -> None:
     """What it has of its own is counted."""
     rounded = rebound(spec, vocabulary=few, int8=True)
     again = rounded.generate(PROMPTS, **WARM, eos_token_id=[])
@@ -371,7 +371,7 @@ def test_memory_is_checked_before_allocation(spec, monkeypatch) -> None:
         spec.generate("a")
 
 
-def test_the_hosts_memory_is_asked_about_an_offloaded_cache_alone(spec, monkeypatch) -> None:
+def test_the_hosts_memory_is_asked_only_about_an_offloaded_cache(spec, monkeypatch) -> None:
     asked = []
     monkeypatch.setattr(memory, "free_pinned_bytes", lambda: asked.append("asked"))
     spec.check("a", max_new_tokens=3)

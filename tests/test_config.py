@@ -71,11 +71,11 @@ def test_trees_that_are_none(fields, message) -> None:
 
 
 @each_row("text", ["4,16@1", "chain:3@1"])
-def test_a_budget_of_the_root_alone(text) -> None:
+def test_a_budget_of_only_the_root(text) -> None:
     shape = TreeConfig.parse(text.removesuffix("@1"))
-    with pytest.raises(ValueError, match=f"^the tree {text} verifies the root alone.*at least 2$"):
+    with pytest.raises(ValueError, match=f"^the tree {text} verifies only the root.*at least 2$"):
         TreeConfig.parse(text)
-    with pytest.raises(ValueError, match="verifies the root alone"):
+    with pytest.raises(ValueError, match="verifies only the root"):
         TreeConfig(shape.widths, budget=1)
     assert TreeConfig(shape.widths, budget=2).num_nodes == 2 and PLAIN == TreeConfig(())
 

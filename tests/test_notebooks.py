@@ -55,7 +55,7 @@ def test_outputs_are_stripped(path: Path) -> None:
 def test_the_first_cell_installs_the_package_where_it_is_missing(
     path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """And only there: the checkout around the notebook, or what is named. Or its extras alone."""
+    """And only there: the checkout around the notebook, or what is named. Or only its extras."""
     installed: list[str] = []
     monkeypatch.setattr(subprocess, "run", lambda command, check: installed.append(command[-1]))
     monkeypatch.setattr("shutil.which", lambda name: None)  # No GPU.
@@ -101,7 +101,7 @@ def installed(tmp_path: Path) -> Path:
 def test_notebook_runs(path: Path, installed: Path, monkeypatch, tmp_path) -> None:
     """Every cell, in a kernel of its own that sees a CPU, one device and an empty cache.
 
-    With shorter texts, less training and fewer programs than a reader's, by ``SHORTER`` alone.
+    With shorter texts, less training and fewer programs than a reader's, only by ``SHORTER``.
     """
     seen = environment(installed, XDG_CACHE_HOME=str(tmp_path), MPLBACKEND="agg")
     for name, value in seen.items():

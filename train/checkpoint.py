@@ -178,7 +178,7 @@ class Checkpoints:
 
 @contextmanager
 def _disk_errors(folder: Path) -> Iterator[None]:
-    """Raise OSError for a full disk, of which orbax says in the words of a ValueError alone."""
+    """Raise OSError for a full disk, which orbax reports only in the words of a ValueError."""
     try:
         yield
     except ValueError as error:

@@ -296,7 +296,7 @@ class StageConfig:
         return f"stages.{self.name}.data" if self.data else "data"
 
     def limit(self, per_epoch: int) -> int:
-        """Steps after which it ends even if time is left; 0 if time alone ends it.
+        """Steps after which it ends even if time is left; 0 if only time ends it.
 
         A pass over the data takes ``per_epoch`` steps.
         """
@@ -480,7 +480,7 @@ class RunConfig:
         return _typed({**values, "stages": stages})
 
     def runs_of_stages(self) -> "tuple[RunConfig, ...]":
-        """For every stage a run of it alone, with its data in place of the run's."""
+        """For every stage a run of only that stage, with its data in place of the run's."""
         return tuple(
             dataclasses.replace(
                 self, data=stage.data or self.data, stages=(dataclasses.replace(stage, data=None),)

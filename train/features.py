@@ -3,7 +3,7 @@
 A folder has shards of rows, one after the other. A token is one record, the bytes of all its parts
 side by side. Padding is not stored. With every shard ``NUMBER.bin`` lies ``NUMBER.json`` with the
 checksum of every row, written when the shard is there; so a writer that was killed goes on after
-its last whole shard. ``features.json`` says of what target, data and kind the folder is.
+its last whole shard. ``features.json`` names the folder's target, data and kind.
 """
 
 import contextlib

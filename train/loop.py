@@ -62,7 +62,7 @@ class Stage:
 
     @property
     def steps(self) -> int:
-        """Steps after which it ends even if time is left; 0 if time alone ends it."""
+        """Steps after which it ends even if time is left; 0 if only time ends it."""
         return self.config.limit(self.batches.per_epoch)
 
     def progress(self, step: int, elapsed: float) -> float:

@@ -65,7 +65,7 @@ class Distillation(NamedTuple):
     """Sums over weighted positions, float32, by the names of the metrics."""
 
     loss: Float[Array, ""]
-    """The mixture, which alone has a gradient."""
+    """The mixture. Only it has a gradient."""
     cross_entropy: Float[Array, ""]
     """Of the text."""
     divergence: Float[Array, ""]
@@ -97,7 +97,7 @@ def distillation_sums(
       weights: 0 where a position is not to be learned.
       share: of the divergence, 0 to 1.
       chunk: most tokens whose logits exist at once on a device; of each model half as many.
-      cap: as of :func:`cross_entropy_sum`, of both models, or of a teacher with its own head.
+      cap: as in :func:`cross_entropy_sum`, of both models, or of a teacher with its own head.
       teacher_head: the teacher's own LM head; no gradient.
     """
     criterion = functools.partial(_distillation_loss, share, cap)
@@ -190,10 +190,10 @@ def chunked_loss(
       chunk: most tokens of a device whose logits exist at once.
       learns: of each product, give its head a gradient, too; a frozen one saves the matmul.
       whole: arrays that the criterion reads for every chunk; no gradient.
-      cap: as of :func:`cross_entropy_sum`; the criterion reads bounded logits.
+      cap: as in :func:`cross_entropy_sum`; the criterion reads bounded logits.
 
     Returns:
-      The loss, which alone is differentiable, and the other sums.
+      The loss, and the other sums. Only the loss is differentiable.
     """
     rows, length = products[0][0].shape[:2]
     size = chunk_length(rows // row_shares(rows), length, chunk)

@@ -319,7 +319,7 @@ def stored_features(
 
 
 def _stage_by_stage(run: TrainingRun) -> list[TrainingRun]:
-    """For every stage the run of it alone, its micro-batches spread over the devices."""
+    """For every stage a run of only that stage, its micro-batches spread over the devices."""
     parts = []
     for typed, alone in zip(run.config.stages, run.config.runs_of_stages(), strict=True):
         [stage] = alone.stages

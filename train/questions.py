@@ -6,7 +6,7 @@
 A draft learns best from what its target says (EAGLE-3, arXiv 2503.01840, section 4), and needs
 questions for that. Of every document a piece is taken at random. A bit more than half of the rows
 are pieces themselves, which the target continues. Most others ask for something to be done with a
-piece: explain, test, summarise, review, rename. A tenth ask about a word of it alone.
+piece: explain, test, summarise, review, rename. A tenth ask only about a word of it.
 
 Rows of plain text are read as for training. The same files, count and seed give the same questions.
 The exit status is 0, or 2 for bad input.

@@ -124,7 +124,7 @@ def _row_tokens(arguments: argparse.Namespace, source: Path) -> int:
 
 
 def _checked(documents: Documents, source: Path, template: str | None) -> int:
-    """The number of rows, all of which are checked before the target is loaded."""
+    """The number of rows. All are checked before the target is loaded."""
     row = 0
     for row, turns in enumerate(documents, 1):
         if not template and not is_text(turns):

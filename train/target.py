@@ -100,7 +100,7 @@ class TrainedTarget(Target):
     """
 
     def look_up(self, tokens: Array) -> Array:
-        """As of :class:`Target`."""
+        """See :class:`Target`."""
         return _lookup(self.embedding, tokens)
 
 

@@ -79,7 +79,7 @@ def _draft_folder(name: str, target: TargetConfig) -> Path:
     """The folder of a draft that fits the target.
 
     Raises:
-      OSError, ValueError: if it is none.
+      OSError, ValueError: if it is not such a folder.
     """
     folder = expanded(name)
     if not folder.is_dir():

@@ -27,7 +27,7 @@ PLAIN_BESIDE = "longspec"
 
 
 def main(path: str, *, batch_invariant: bool = True) -> None:
-    """Measure a job; one of ``round`` has plain steps, too, and one of ``plain`` has them alone."""
+    """Measure a job: of ``round`` also plain steps, of ``plain`` only those."""
     job = Job.read(path)
     if job.what == REAL:
         texts(job)

@@ -1,7 +1,7 @@
 """What is asked of every peer, and the rows of one schema that they answer.
 
 A peer is a program of its own, ``python -m benchmarks.peers.NAME JOB``, in a process of its own:
-the engines' packages need not agree, a crash costs that job alone, and memory is free after it.
+the engines' packages need not agree, a crash costs only that job, and memory is free after it.
 It reads a :class:`Job` and appends a row to the job's file whenever it has measured one. This file
 and the command (:mod:`.run`) import none of the engines.
 """
@@ -25,8 +25,8 @@ FIELDS = (
     "peer version what shape context batch temperature drafter tau ms tokens_per_second "
     "differing_tokens new_tokens prefill_ms refusal"
 ).split()
-"""Of every row, null where there is no such figure. ``ms`` is a plain step or a round, decoding
-alone; ``tokens_per_second`` counts all rows of the batch; ``prefill_ms`` is apart from both.
+"""Of every row, null where there is no such figure. ``ms`` is a plain step or a round, only
+decoding; ``tokens_per_second`` counts all rows of the batch; ``prefill_ms`` is in neither.
 ``differing_tokens`` of ``new_tokens`` are not those of the same peer's plain decoding."""
 
 
@@ -39,7 +39,7 @@ class Job:
     """Who proposes, in the peer's words; None for plain decoding."""
     shape: str
     model: str
-    """A folder with a configuration alone (``plain``, ``round``) or with weights; a GGUF file."""
+    """A folder with only a configuration (``plain``, ``round``) or with weights; a GGUF file."""
     contexts: tuple[int, ...]
     batches: tuple[int, ...]
     temperatures: tuple[float, ...]
@@ -91,7 +91,7 @@ def timed(seconds: Sequence[float], steps: float, tokens: float) -> Row:
     """The figures of repetitions that took so long each.
 
     Args:
-      seconds: of decoding alone, by repetition.
+      seconds: of only decoding, by repetition.
       steps: plain steps or rounds of one repetition.
       tokens: emitted in it, over all rows of the batch.
     """

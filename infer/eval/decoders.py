@@ -23,7 +23,7 @@ class Decoder:
     name: str
     setting: Setting
     spec: LongSpec
-    """With the method's draft alone."""
+    """With only the method's draft."""
     tree: TreeConfig | None
     """None if every call chooses."""
     adaptive: bool

@@ -3,7 +3,7 @@
     python -m infer.serve
     python -m infer.serve --target=FOLDER --draft=FOLDER --port=8000 --max_model_len=32768
 
-Without options it serves the embedded demo on this machine alone. ``--help`` lists the rest.
+Without options it serves the embedded demo only on this machine. ``--help`` lists the rest.
 """
 
 import sys

@@ -127,7 +127,7 @@ class TextFormat:
         return {"index": index, "text": text, "logprobs": scores, **GOES_ON}
 
     def closing(self, index: int, end: Mapping[str, Any]) -> dict[str, Any]:
-        """The end, as of :func:`ending`."""
+        """The end, as in :func:`ending`."""
         return {"index": index, "text": "", "logprobs": None, **end}
 
     def _logprobs(self, answer: Answer, gain: RequestOutput) -> dict[str, Any] | None:
@@ -153,7 +153,7 @@ class TextFormat:
         }
 
     def _offsets_of_prompt(self, answer: Answer) -> list[int]:
-        """Counted from the end of the echoed text, of which tokens may have a space more."""
+        """Counted from the end of the echoed text, whose tokens may have one more space."""
         found = [self._offset(answer, token) for token in answer.prompt]
         excess = answer.offsets.characters - len(answer.echoed)
         if not answer.offsets.run:
@@ -174,7 +174,7 @@ class TextFormat:
 
 
 class ChatFormat:
-    """Choices of ``/v1/chat/completions``; methods as of :class:`TextFormat`."""
+    """Choices of ``/v1/chat/completions``; methods as in :class:`TextFormat`."""
 
     prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
 

@@ -1,6 +1,6 @@
 """The routes: requests in, answers and streams out, and what guards them.
 
-The application knows the engine's thread by its handles alone. It never blocks the event loop:
+The application knows the engine's thread only by its handles. It never blocks the event loop:
 bodies are parsed by one thread of their own, and texts are tokenised by a few.
 """
 
@@ -482,7 +482,7 @@ _CLOSED = "form-action 'none'; frame-ancestors 'none'"
 
 
 def page_response() -> Response:
-    """The page, which lies next to this file, with the policy by which its script alone runs."""
+    """The page, which lies next to this file, with a policy that lets only its script run."""
     text = (Path(__file__).parent / "page.html").read_text("utf-8")
     policy = "".join(f"{name}-src {_digest(text, name)}; " for name in ("style", "script"))
     headers = {

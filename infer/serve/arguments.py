@@ -13,7 +13,7 @@ from ..arguments import add_models
 from ..prompts import STYLES, read_text
 
 EPILOG = """\
-Without options it serves the embedded demo model on this machine alone. It speaks OpenAI's protocol
+Without options it serves the embedded demo model only on this machine. It speaks OpenAI's protocol
 (docs/guides/serving.md). Clients need the address that it prints.
 
 SIGTERM and Ctrl-C end it in order: requests that run are finished, new ones are refused.
@@ -108,7 +108,7 @@ def _add_address(group: argparse._ArgumentGroup) -> None:
         type=cli.file_path,
         metavar="FILE",
         help="a file with the key, or with one on each line: requests of different keys learn "
-        "nothing of each other, and the first key alone may read /metrics and /stats",
+        "nothing of each other, and only the first key may read /metrics and /stats",
     )
     group.add_argument(
         "--served_model_name",

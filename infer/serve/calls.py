@@ -39,7 +39,7 @@ Call = Completion | Chat
 ChatEncoder = Callable[
     [list[dict[str, object]], list[dict[str, object]], Mapping[str, object]], list[int]
 ]
-"""Token ids of messages, of which a template may also say tools and other variables."""
+"""Token ids of messages; a template may also take tools and other variables."""
 FIXED = {"messages", "tools", "documents", "add_generation_prompt"}
 """Variables of a template that other fields say."""
 COMPILE_SECONDS = 10.0
@@ -86,7 +86,7 @@ class ServedModel:
     sources: tuple[str, ...] = ()
     """Names of those that propose, in the order of the bits of what answers hold."""
     shared: bool = False
-    """Whether requests draft from each other's texts, so that rounds show accepted tokens alone."""
+    """Whether requests draft from each other's texts, so that rounds show only accepted tokens."""
     identical: bool = True
     """Whether texts are promised to be those of plain decoding, token for token."""
     grammar: Callable[..., Any] | None = None
@@ -237,7 +237,7 @@ def _speculation(about: Speculation, model: ServedModel) -> dict[str, Any]:
         raise Refused(f"longspec.tree={shown(about.tree)}: {error}", "longspec") from None
     if named not in (None, PLAIN, *model.trees):
         raise Refused(
-            f"longspec.tree={shown(about.tree)} is none of this server's trees, "
+            f"longspec.tree={shown(about.tree)} is not one of this server's trees, "
             f"{', '.join(map(str, model.trees)) or 'none'}; name one of these, leave it out, or "
             "start a server with --tree",
             "longspec",
@@ -322,7 +322,7 @@ def _thinking(model: ServedModel, prompt: Sequence[int]) -> bool | None:
 def _encoded(
     model: ServedModel, messages: Sequence[Message], call: Chat | None = None
 ) -> Sequence[int]:
-    """The tokens of messages, with what a call says of the template."""
+    """The tokens of messages, with what a call passes to the template."""
     encode, turns = require_template(model), [one.turn for one in messages]
     if model.markup.channels is not None:
         turns = [*map(turn_with_thinking, turns)]

@@ -1,6 +1,6 @@
 """What ``python -m infer.serve`` does: load, plan, compile, serve, and end in order.
 
-The port is bound before anything is loaded, so that a port in use is said at once, and listens
+The port is bound before anything is loaded, so that a port in use is reported at once, and listens
 when everything is compiled.
 """
 
@@ -248,7 +248,7 @@ def planned_engine(
       slots: rows that are decoded at once; as many as fit if absent.
       memory: share of the free memory for them.
       tree: what the draft proposes; chosen by measured tokens per second if absent.
-      max_itl_ms: as of :meth:`longspec_jax.LongSpec.engine`.
+      max_itl_ms: as in :meth:`longspec_jax.LongSpec.engine`.
       cpu_prefix_cache_bytes: the same.
 
     Raises:
@@ -340,7 +340,7 @@ def served_model(
     most_rows: int,
     template: str | None = None,
 ) -> ServedModel:
-    """What requests are checked against; arguments as of :func:`served_over`."""
+    """What requests are checked against; arguments as in :func:`served_over`."""
     tokenizer, drafter = spec.tokenizer, engine.runner.drafter
     if tokenizer is not None:
         # The first call may change the tokenizer's own settings, during which no other thread may
@@ -378,7 +378,7 @@ def served_model(
 
 
 def drafter_name(engine: RequestEngine) -> str | None:
-    """All that propose, also where the tallest tree is that of one alone; None for plain decoding.
+    """All that propose, also where the tallest tree is of only one; None for plain decoding.
 
     A tree of several drafters has the name of those that grow it.
     """
@@ -426,7 +426,7 @@ def chat_encoder(
 
 
 def chat_markup(tokenizer: Tokenizer | None, template: str | None) -> Markup:
-    """What the model writes around reasoning and calls; arguments as of :func:`chat_encoder`."""
+    """What the model writes around reasoning and calls; arguments as in :func:`chat_encoder`."""
     if tokenizer is None or template in STYLES:
         return Markup()
     try:

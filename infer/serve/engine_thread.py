@@ -6,7 +6,7 @@ What is queued is bounded, in requests and in tokens.
 
 Who owns what:
 
-* The thread alone uses the engine, and what it knows of rows in it (``_rows``, ``_unstarted``, a
+* Only the thread uses the engine, and what it knows of rows in it (``_rows``, ``_unstarted``, a
   handle's ``ids`` and ``open``). ``RequestEngine.trees`` is the exception: it is made of tuples
   that the thread replaces whole, so any thread may read it.
 * Both sides use the inbox, the open handles, the counts of the queue, the ends of rows and the
@@ -67,7 +67,7 @@ class EngineThread:
         request_seconds: float | None = None,
         levels: int = 0,
     ) -> None:
-        """Bind a prepared engine, which the thread alone uses and closes; :meth:`start` begins.
+        """Bind a prepared engine, which only the thread uses and closes; :meth:`start` begins.
 
         Args:
           queue_requests: most rows that wait for their first token.
@@ -86,7 +86,7 @@ class EngineThread:
         # Under the lock.
         self._inbox: deque[Callable[[], None]] = deque()
         self._handles: set[RequestHandle] = set()
-        """All that have not ended, those in the inbox too; the thread alone takes them out."""
+        """All that have not ended, those in the inbox too; only the thread takes them out."""
         self._queued_rows = self._queued_tokens = 0
         self._ended: deque[float] = deque(maxlen=32)
         """When the last rows ended."""
@@ -289,7 +289,7 @@ class EngineThread:
             except (*USER_ERRORS, TypeError) as error:
                 self._end(handle, "refused", Refused(str(error)))
                 return
-            except Exception as error:  # This request's alone: the engine has taken nothing.
+            except Exception as error:  # Only this request's: the engine has taken nothing.
                 LOG.exception("a request could not be submitted")
                 self._end(handle, "refused", defect(error))
                 return

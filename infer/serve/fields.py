@@ -98,7 +98,7 @@ class Neutral(Rule):
 
     @property
     def json_schema(self) -> JsonSchemaValue:
-        """The values; null alone where there are none."""
+        """The values; only null where there are none."""
         return {"enum": list(self.values)} if self.values else {"type": "null"}
 
 
@@ -176,7 +176,7 @@ def read_biases(value: object) -> dict[int, float]:
 
 
 class WrongName(ValueError):
-    """A field of an object that is unknown or missing; :func:`_refused` says of which object."""
+    """A field of an object that is unknown or missing; :func:`_refused` names the object."""
 
     def __init__(self, name: str, *, begin: str, end: str) -> None:
         super().__init__(f"{begin}{end}")

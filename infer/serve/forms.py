@@ -71,7 +71,7 @@ class CallRules(Protocol):
     """Of the form, for clients."""
 
     def rule(self, index: int, function: Function) -> Iterator[str]:
-        """Lines of a grammar, of which the first says what stands between the marks.
+        """Lines of a grammar; the first is what stands between the marks.
 
         Args:
           index: of the tool, for the names of rules.
@@ -113,7 +113,7 @@ class Hermes:
 
 
 class HermesReader:
-    """Finds the arguments within the object; members as of :class:`CallReader`."""
+    """Finds the arguments within the object; members as in :class:`CallReader`."""
 
     _HEAD = re.compile(rf'\s*\{{\s*"name"\s*:\s*"({NAME.pattern})"\s*,\s*"arguments"\s*:\s*')
 
@@ -193,7 +193,7 @@ class Tags:
         required = schema.get("required")
         needed = required if isinstance(required, list) else []
         if unknown := [name for name in needed if name not in parameters]:
-            raise ValueError(f"{unknown[0]!r} is required and none of the properties")
+            raise ValueError(f"{unknown[0]!r} is required and not one of the properties")
         known = dict[str, set[str]]()
         for place, name in enumerate(parameters):
             own.append(f"p_{index}_{place}" + ("" if name in needed else "?"))
@@ -231,7 +231,7 @@ class Tags:
 
 
 class TagsReader:
-    """Makes JSON of tags, from which it leaves when they end; as of :class:`CallReader`."""
+    """Makes JSON of tags, from which it leaves when they end; as in :class:`CallReader`."""
 
     _FUNCTION = re.compile(rf"\s*<function=({NAME.pattern})>")
     _PARAMETER = re.compile(r"\s*<parameter=([^>\n]{1,256})>(?:(\n)|(?=[^\n]))")
@@ -415,7 +415,7 @@ def types_of(
       root: holds what references name.
       known: types of what they name, which is filled: each is followed once for all parameters, so
         that the work is that of reading the schema.
-      level: of references and choices within each other, of which 8 are followed.
+      level: of nested references and choices; 8 are followed.
     """
     if not isinstance(schema, Mapping) or level > 8:
         return set()

@@ -145,13 +145,13 @@ class _Rules:
             case "integer" | "number" | "boolean" | "null":
                 own = {key: schema[key] for key in _NUMBERS if key in schema}
                 return self._named(f"%json {json.dumps({'type': kind, **own})}")
-        raise ValueError(f"{kind!r} is no type of JSON")
+        raise ValueError(f"{kind!r} is not a type of JSON")
 
     def object(self, schema: Mapping[str, Any]) -> str:
-        """An object: the fields that it names alone, unless it names none."""
+        """An object: only the fields that it names, unless it names none."""
         fields, needed = properties_of(schema), schema.get("required", [])
         if unknown := [name for name in needed if not isinstance(name, str) or name not in fields]:
-            raise ValueError(f"{shown(unknown[0])} is required and none of the properties")
+            raise ValueError(f"{shown(unknown[0])} is required and not one of the properties")
         if not fields:
             others = schema.get("additionalProperties", True)
             return '"{}"' if others is False else _object(self.value(others))
@@ -199,7 +199,7 @@ def _referred(root: Mapping[str, Any], reference: str) -> object:
 
 
 class GemmaReader:
-    """Makes JSON of a call; members as of :class:`~infer.serve.forms.CallReader`."""
+    """Makes JSON of a call; members as in :class:`~infer.serve.forms.CallReader`."""
 
     _HEAD = re.compile(rf"\s*call:\s*({NAME.pattern})\s*\{{")
 

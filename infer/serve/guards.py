@@ -42,7 +42,7 @@ TOKEN_BYTES = 16
 """Of a token in a body. English has 4 to 5, a token id up to 8, and Chinese, whose characters a
 client may write as ``\\u4e2d``, 6 to 12."""
 OTHER_BYTES, OTHER_VALUES = 2**20, 2**17
-"""Of all that is no prompt: the frame of messages, a JSON schema, biases."""
+"""Of all that is not a prompt: the frame of messages, a JSON schema, biases."""
 MOST_VALUES, MOST_STRINGS, MOST_CONTAINERS = 2**19, 2**18, OTHER_VALUES
 """Of a body: token ids besides those of one whole prompt, texts and names, lists and objects."""
 LONGEST_NUMBER = 100

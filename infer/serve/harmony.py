@@ -45,7 +45,7 @@ class Channels:
         return f"{self._begin('analysis')} ANY {next}"
 
     def rule(self, index: int, function: Function) -> Iterator[str]:
-        """As of :class:`~infer.serve.forms.CallRules`; the token after a call ends the answer."""
+        """See :class:`~infer.serve.forms.CallRules`; the token after a call ends the answer."""
         head = literal(f"commentary to=functions.{function.name} ")
         json = f'{self._mark(CONSTRAIN)} "json" {self._mark(MESSAGE)}'
         yield f"inside_{index}: {self._mark(CHANNEL)} {head} {json} arguments_{index}"

@@ -81,7 +81,7 @@ class MessageReader:
 
 
 class ByMarks:
-    """Reads by marks around reasoning and calls; members as of :class:`_Pieces`."""
+    """Reads by marks around reasoning and calls; members as in :class:`_Pieces`."""
 
     def __init__(
         self, speech: Speech, markup: Markup, functions: Mapping[str, Function] | None

@@ -73,7 +73,7 @@ Content = Annotated[Annotated[str, Tag(TEXT)] | Annotated[Parts, Tag(LIST)], eit
 
 
 class Joined:
-    """The text of a message: its own, or that of its parts, of which none is kept."""
+    """The text of a message: its own, or its parts joined, which are not kept."""
 
     def __get_pydantic_core_schema__(
         self, source: object, handler: GetCoreSchemaHandler
@@ -89,7 +89,7 @@ _ROLES = OneOf(("system", "developer", "user", "assistant", "tool"))
 
 
 class Message(Body):
-    """What one has said."""
+    """A message of a conversation."""
 
     role: Annotated[str, _ROLES]
     """Who speaks; developer is another name of system."""
@@ -122,7 +122,7 @@ class Message(Body):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.tool_calls and self.role != "assistant":
-            raise ValueError("has tool_calls, which an assistant's message alone may have")
+            raise ValueError("has tool_calls, which only an assistant's message may have")
         return self
 
     @property
@@ -310,8 +310,7 @@ class Completion(Completing):
     def _check(self) -> Self:
         if self.max_tokens == 0 and not self.echo:
             raise Refused(
-                "max_tokens=0 generates nothing; pass at least 1, or echo=true for the prompt "
-                "alone",
+                "max_tokens=0 generates nothing; pass at least 1, or echo=true for only the prompt",
                 "max_tokens",
             )
         if self.best_of not in (None, self.n):

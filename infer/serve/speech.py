@@ -1,4 +1,4 @@
-"""What an answer of a chat has said: text, reasoning and calls of tools, as it is sent.
+"""What an answer of a chat holds so far: text, reasoning and calls of tools, as it is sent.
 
 Newlines next to marks belong to neither side. What begins a part, :mod:`infer.serve.messages` and
 :mod:`infer.serve.harmony` find.
@@ -61,11 +61,11 @@ class Speech:
         self._fresh = thinking
         """Whether only a mark, and newlines, came last."""
         self._spoke = set[Part]()
-        """Parts of which something was said."""
+        """Parts that have some text."""
         self._broke = False
         """Whether newlines next to marks were left out since."""
         self._newlines = ""
-        """At the end of what was said, held back: a mark may follow."""
+        """At the end of the text, held back: a mark may follow."""
 
     def begin(self, part: Part, *, apart: bool = False) -> None:
         """A part begins after a mark, in a line of its own if it stands ``apart``."""

@@ -73,7 +73,7 @@ class Offsets:
     characters: int = 0
     """Of the tokens before the open run."""
     run: tuple[int, ...] = ()
-    """Tokens after them, of which the last ends inside a character."""
+    """Tokens after them; the last one ends inside a character."""
 
     def add(self, token: int, text_of: TokenText) -> int:
         """Where the next token begins; of one inside a character that is where this begins."""
@@ -193,7 +193,7 @@ class RequestHandle:
     The event loop awaits :meth:`begun` and reads :meth:`gains`; the engine's thread calls
     :meth:`begin`, :meth:`put` and :meth:`fail`, and then :meth:`wake`, which takes effect in the
     loop. What passes between them is a queue, whose two ends may be used at once, and two values
-    that the thread alone sets.
+    that only the thread sets.
     """
 
     def __init__(self, rows: Sequence[Row], deadline: float, levels: int) -> None:

@@ -117,7 +117,7 @@ def read_arguments(value: object) -> dict[str, Any] | str:
 
 
 def object_of(text: str) -> dict[str, Any] | None:
-    """The JSON object that a text is; None if it is none, or holds a number that JSON has not."""
+    """The JSON object that a text is; None if it is not one, or holds a number that JSON lacks."""
     try:
         found = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
     except (ValueError, RecursionError):
@@ -177,7 +177,7 @@ def check_choice(tools: Sequence[Tool], choice: str | NamedTool) -> None:
         if choice.function.name not in names:
             known = ", ".join(names) or "none"
             raise Refused(
-                f"tool_choice names {choice.function.name}, which is none of tools ({known})",
+                f"tool_choice names {choice.function.name}, which is not one of tools ({known})",
                 "tool_choice",
             )
     elif choice == REQUIRED and not names:

@@ -44,7 +44,7 @@ def _plain(
     heads: tuple[int, int],
     head_width: int = 128,
 ) -> TargetConfig:
-    """A target of these sizes and of 4,096 positions, and nothing else; as of :func:`shape`."""
+    """A target of these sizes and of 4,096 positions, and nothing else; as in :func:`shape`."""
     return TargetConfig(
         **shape(family, vocab_size, widths, layers, heads, head_width), max_positions=4096
     )

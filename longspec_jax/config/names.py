@@ -7,4 +7,4 @@ KV_DTYPES = ("fp8",)
 MESH_AXES = ("data", "fsdp", "tp")
 """Axes of the mesh that :mod:`longspec_jax.sharding` makes, which imports jax."""
 BATCH_AXES = ("data", "fsdp")
-"""Those over both of which batch rows are spread."""
+"""The two axes over which batch rows are spread."""

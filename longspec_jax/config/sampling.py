@@ -128,7 +128,7 @@ class GenerateOptions(TypedDict, total=False):
     ]
     prompt_logprobs: Annotated[
         bool | int | Sequence[bool | int],
-        Option(ALTERNATIVES, None, "the same of the prompt's tokens; true for their own alone"),
+        Option(ALTERNATIVES, None, "the same of the prompt's tokens; true for only their own"),
     ]
     seed: Annotated[
         int | Sequence[int],

@@ -87,7 +87,7 @@ class TreeConfig:
             )
         if self.num_levels and self.num_nodes == 1:
             raise ValueError(
-                f"the tree {self} verifies the root alone, which the target knows already; use "
+                f"the tree {self} verifies only the root, which the target knows already; use "
                 "the tree none for plain decoding, or a budget of at least 2"
             )
 
@@ -107,7 +107,7 @@ class TreeConfig:
             )
 
     def _check_lookup(self, lookup: object) -> None:
-        """Refuse levels that are none, lookup with a chain, and lookup alone without a budget."""
+        """Refuse a bad number of levels, lookup with a chain, and lookup alone without a budget."""
         if not is_whole(lookup) or not 1 <= lookup <= MOST_LOOKUP:
             raise ValueError(
                 f"lookup={shown(lookup)} must be the levels of what is looked up, from 1 to "
@@ -180,7 +180,7 @@ class TreeConfig:
 
     @cached_property
     def num_proposed(self) -> int:
-        """Nodes with those of lookup, of which ``budget`` are verified."""
+        """Nodes with those of lookup; ``budget`` of them are verified."""
         return self.num_grown + PLACES * (self.lookup or 0)
 
     @cached_property
@@ -248,6 +248,6 @@ def tree_widths(widths: object) -> tuple[int, ...]:
 PLAIN = TreeConfig(())
 DEFAULT_TREE = TreeConfig(budget=64)
 """The usual tree of a large target on a GPU, where :mod:`longspec_jax.generation.speeds` chooses
-for calls that name none: the paper's, of which the best 64 of 69 nodes are verified. They fill
+for calls that name none: the paper's, with the best 64 of 69 nodes verified. They fill
 whole tiles of query rows, so that a round takes 4 to 9 % less time on a GPU (Vicuna-7B at 32k and
 4k), for at most 1 % fewer tokens (README)."""

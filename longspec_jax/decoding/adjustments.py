@@ -151,7 +151,7 @@ class Adjustments:
         return replace(self, emitted=emitted)
 
     def among(self, tokens: Int[Array, "*B v"]) -> "Adjustments":
-        """The same for logits of these tokens alone, the same in all rows or each row's own."""
+        """The same for the logits of only these tokens, the same in all rows or each row's own."""
         return replace(
             self,
             bias=among(self.bias, tokens),

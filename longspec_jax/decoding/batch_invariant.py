@@ -115,7 +115,7 @@ def _require_kernels(target: TargetModel, quantised: bool) -> bool:
     if not hopper and (narrow or config.is_sparse or config.recurrent_layers):
         raise NotImplementedError(
             "batch_invariant has kernels for experts, for recurrent layers and for a cache in 8 "
-            "bits on Hopper GPUs alone; leave it or kv_dtype out"
+            "bits only on Hopper GPUs; leave it or kv_dtype out"
         )
     if target.mesh is not None and config.out_bias:
         raise NotImplementedError(
@@ -131,7 +131,7 @@ def _require_kernels(target: TargetModel, quantised: bool) -> bool:
         narrow or bounded or config.head_width > 128 or config.recurrent_layers
     ):
         raise NotImplementedError(
-            "batch_invariant has kernels for Triton alone for recurrent layers, and for prompts of "
+            "batch_invariant has only Triton kernels for recurrent layers, and for prompts of "
             "targets with windows, soft caps, a cache in 8 bits or heads of 256 numbers, and this "
             "jax lacks them"
         )

@@ -73,7 +73,7 @@ class Watch:
     rounds: Leaf[Int[Array, ""]]
     """Of the launch, at most."""
     known: Leaf[Float[Array, "6 K"]]
-    """Of every candidate: tokens and weight, as of
+    """Of every candidate: tokens and weight, as in
     :class:`~longspec_jax.decoding.policy.Estimate`, the seconds of a round, how much faster than
     the one that runs it must be, the doubt of that one's speed if this one's rounds do not show it,
     and the least speed."""
@@ -98,7 +98,7 @@ class Watch:
         """What is known after a round of a candidate.
 
         Args:
-          foregone: as of :func:`longspec_jax.decoding.report.foregone`.
+          foregone: as in :func:`longspec_jax.decoding.report.foregone`.
         """
         shown, live = foregone.min(axis=0) >= 0, (foregone.max(axis=1) > 0).sum()
         mean = jnp.where(shown, foregone.sum(axis=0) / jnp.maximum(live, 1), 0.0)

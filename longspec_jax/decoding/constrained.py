@@ -74,7 +74,7 @@ def reason_of(error: Exception) -> str:
     words = next(iter(str(error).splitlines()), "")
     if isinstance(error, ValueError) and words:
         return words
-    LOG.error("a row has failed, and ends alone", exc_info=error)
+    LOG.error("a row has failed; the others go on", exc_info=error)
     return f"{type(error).__name__}: {words}"
 
 
@@ -151,7 +151,7 @@ def allowed_tokens(
 
 
 def first_tokens(constraints: Sequence[Guarded | None], vocabulary: int) -> np.ndarray:
-    """``[B, 1, W]`` what may come first in every row, of which one has a constraint."""
+    """``[B, 1, W]`` what may come first in every row, one of which has a constraint."""
     given = {row: one for row, one in enumerate(constraints) if one is not None}
     # Nothing is asked about the last token of a prompt.
     roots = np.full((len(constraints), 2, 1), -1)
@@ -178,7 +178,7 @@ def constrained_round(
       rows: the rows before the round; donated.
       constraints: of some of the rows, by their place in the launch.
       contents: of the report; static.
-      slots: as of :func:`~longspec_jax.decoding.round.many_rounds`.
+      slots: as in :func:`~longspec_jax.decoding.round.many_rounds`.
 
     Returns:
       The rows after the round, and its report.

@@ -285,7 +285,7 @@ class Engine:
         slots: Sequence[int],
         constraints: Mapping[int, Guarded] = FREE,
     ) -> Array:
-        """Launch rounds of these slots of an idle engine; their report, which nobody has read."""
+        """Launch rounds of these slots of an idle engine; their report, which was not read."""
         self._rows, report = self.runner.launch(self.rows, choice, kind, slots, constraints)
         return report
 
@@ -310,7 +310,7 @@ class Engine:
             ahead=runner.streams or len(drafters) == 1,
             clock=self.clock,
         )
-        # The seconds of copies are no round's.
+        # The seconds of copies do not belong to a round.
         copied = jax.device_put(replace(self.rows, draft=draft), may_alias=False)
         other._rows = jax.block_until_ready(copied)
         other._next_id = self._next_id
@@ -345,7 +345,7 @@ class Engine:
         Waits for a launch only where nothing else can be launched, or enough is queued.
 
         Args:
-          decode: whether rounds are launched, not prompts alone.
+          decode: whether rounds are launched, not only prompts.
 
         Returns:
           What requests have gained; nothing while the first launches are under way. Of a step that

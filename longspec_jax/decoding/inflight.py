@@ -52,7 +52,7 @@ def launch_sizes(slots: int) -> tuple[int, ...]:
     """Rows of an engine's launches, ascending: 1, 2, 4, ... and all slots.
 
     Every size has a program for each candidate and kind of sampling. A CPU takes seconds to compile
-    one, so there the sizes are one row, a quarter of the slots, and all; of few slots all alone.
+    one, so there the sizes are one row, a quarter of the slots, and all; of few slots only all.
     """
     if jax.default_backend() == "cpu":
         fewer = {1, slots // 4} if slots > FEW_SLOTS else set()

@@ -145,8 +145,8 @@ PROGRAMS = LRU(MOST_PROGRAMS, whole=_compiled)
 class Program(Generic[R]):
     """A jitted function whose shapes are kept or let go one by one; made by :func:`program`.
 
-    Its arguments have no names. One that is no array is part of the shape: pass numbers that vary
-    as NumPy scalars.
+    Its arguments have no names. One that is not an array is part of the shape: pass numbers that
+    vary as NumPy scalars.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ def compiler_options(small: bool) -> dict[str, Any]:
     """Options of XLA for a program.
 
     On a GPU it times the ways of computing every product. That takes half of the time to the first
-    token of a small model, whose products are no faster for it.
+    token of a small model, whose matmuls are not faster with it.
     """
     if not small or jax.default_backend() != "gpu":
         return {}

@@ -60,8 +60,8 @@ class OffloadedCache(KVCache):
             following = following_of.get(index)
             if following is not None:
                 # The queries are there when the layers before have been read, and are let go.
-                # Without this all layers would set out at once, and need room at once. A barrier
-                # is about what is used of its results alone.
+                # Without this all layers would start at once, and need memory at once. A barrier
+                # concerns only those of its results that are used.
                 queries, keys, values = jax.lax.optimization_barrier(
                     (queries, *self.slots(following))
                 )

@@ -100,20 +100,20 @@ class FastestWithinBudget(Policy):
     estimates: tuple[Estimate, ...]
     """Of every candidate, the cheapest first."""
     shows: tuple[tuple[bool, ...], ...] = ()
-    """Of every candidate, which ones its rounds show; without it, itself alone."""
+    """Of every candidate, which ones its rounds show; without it, only itself."""
     wait: float = 0.0
     """Seconds that the host adds to a launch."""
     drift: float = 0.0
     """Seconds that a round of any candidate takes longer than it did when it was timed."""
     ran: int = 0
-    """Rounds behind that, at most :data:`TRUSTED`."""
+    """Rounds that the drift is a mean of, at most :data:`TRUSTED`."""
     share: float = 0.01
     """Regret of all looks, as a share of the time spent."""
     credit: float = 2.0
     """Regret of all looks from the beginning, in rounds of the cheapest candidate; with three
     waits, as a look has two. Without them a candidate that began badly would never run again."""
     doubt: float = 0.5
-    """How much faster than its estimate the leader may be, relative, if one round is behind it;
+    """How much faster than its estimate the leader may be, relative, if that is of one round;
     uncertainty falls with the square root of the rounds."""
     hope: float = 0.15
     """The same of a candidate that a look would show. It is less: what makes one tree's rounds emit
@@ -147,8 +147,8 @@ class FastestWithinBudget(Policy):
 
         Args:
           seconds: without the wait.
-          tokens: that a round of each may emit in a row, from earlier runs or as a guess; those of
-            which there is none are looked at first.
+          tokens: that a round of each may emit in a row, from earlier runs or as a guess. A
+            candidate without one is looked at first.
           wait: seconds that the host adds to a launch.
           shows: of every candidate, which ones its rounds show.
           least: seconds of a round that verifies nothing, of the candidates that may do so.

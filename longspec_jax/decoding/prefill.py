@@ -73,8 +73,8 @@ def most_reusable(needs: Needs, length: int, chunk: int) -> int:
     """First chunks of a prompt that need not be run where their keys and values are known.
 
     The last token's chunk is always run, for its logits. So are the chunks that a drafter needs
-    features of; one that needs none learns of the others by their tokens. Features of first tokens
-    alone take nothing from the others: their chunks are run again (:func:`run_again`).
+    features of; one that needs none gets the others by their tokens. If it needs features of only
+    first tokens, the count stays: their chunks are run again (:func:`run_again`).
     """
     most = (length - 1) // chunk
     if needs.hidden or needs.queries or needs.keys:
@@ -130,7 +130,7 @@ def prefill_chunks(
         none if absent.
       logprobs: alternatives of every token of the prompts, to report with its log-probability; None
         for neither. No chunk may be known then.
-      allowed: the tokens that may come first, as of
+      allowed: the tokens that may come first, as in
         :func:`~longspec_jax.decoding.sampling.masked`; all if absent.
 
     Yields:
@@ -188,7 +188,7 @@ def rows_outline(
 ) -> Rows:
     """The rows after a prefill, as shapes and shardings: enough to compile their rounds.
 
-    Arguments as of :func:`prefill_chunks`.
+    Arguments as in :func:`prefill_chunks`.
     """
     shardings = RowShardings.for_params(params.target, batch)
 
@@ -217,7 +217,7 @@ def prefill_programs(
 ) -> Iterator[jax.stages.Lowered]:
     """Lower everything that a prefill runs with any of these chunks, the slowest first.
 
-    Arguments as of :func:`prefill_chunks`, but that ``capacity`` holds whole chunks.
+    Arguments as in :func:`prefill_chunks`, but that ``capacity`` holds whole chunks.
     """
     shardings = RowShardings.for_params(params.target, batch)
     rows = rows_outline(target, drafter, params, request, batch=batch, capacity=capacity)

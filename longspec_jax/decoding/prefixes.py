@@ -9,9 +9,9 @@ Only whole chunks that were prefilled are reused, at one size of chunks: keys an
 tokens, or of chunks of another size, round differently. A chunk is named by a digest of its tokens
 and of the name of the chunk before it. So a name stands for a whole prefix, and the names form the
 radix tree of all prompts. Names begin with a salt: prompts of people who must not learn of each
-other's have different ones, because a prompt that is found is faster, and is said to be found.
+other's have different ones, because a prompt that is found is faster, and is reported as found.
 
-A target with windows or recurrent layers finds prefixes in the host's memory alone. In a slot its
+A target with windows or recurrent layers finds prefixes only in the host's memory. In a slot its
 rings and states hold the end of the row, and soon no longer what was there at the end of a chunk.
 """
 
@@ -172,7 +172,7 @@ class PrefixCache:
           runner: of the engine whose slots and chunks these are.
           host_bytes: most bytes of chunks in the host's memory.
         """
-        # Layers that keep the end of a row alone hold no beginning.
+        # Layers that keep only the end of a row hold no beginning.
         self._count, self._holds = runner.slots, not runner.target.has_bounded_layers
         self.slots = SlotPrefixes(self._count, holds=self._holds)
         self.host = HostChunks(host_bytes)
@@ -199,7 +199,7 @@ class PrefixCache:
         """The known chunks of a prompt that is about to be prefilled, copied out of its slot.
 
         Args:
-          reusable: as of :meth:`reusable`.
+          reusable: as in :meth:`reusable`.
           rows: of the slots; None before the first prompt.
         """
         self.collect()

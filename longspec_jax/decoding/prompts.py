@@ -21,7 +21,7 @@ from longspec_jax.decoding.rows import Request, Rows, stack
 from longspec_jax.decoding.runner import ModelRunner, chunk_of
 
 LOOKAHEAD = 16
-"""Waiting requests that a step looks at, of which the first ones may be held back."""
+"""Waiting requests that a step looks at, the first ones of which may be held back."""
 
 
 class Waiting(NamedTuple):
@@ -128,7 +128,7 @@ class Prompts:
         most: int,
         reuse: PrefixCache | None,
     ) -> None:
-        """Begin empty; arguments as of :class:`longspec_jax.decoding.engine.Engine`.
+        """Begin empty; arguments as in :class:`longspec_jax.decoding.engine.Engine`.
 
         Args:
           chunks: tokens of a chunk, ascending.

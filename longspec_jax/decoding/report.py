@@ -36,7 +36,7 @@ class Contents(NamedTuple):
 
 
 TOKENS = Contents()
-"""Tokens and counts alone."""
+"""Only tokens and counts."""
 
 
 @struct.dataclass
@@ -50,7 +50,7 @@ class Emitted:
     accepted: Leaf[Lengths]
     """How many of them, the first ones, were accepted draft tokens."""
     sources: Leaf[Int[Array, "B h"]]
-    """Who proposed each token, as of :attr:`longspec_jax.drafters.tree.Tree.sources`; 0 where
+    """Who proposed each token, as in :attr:`longspec_jax.drafters.tree.Tree.sources`; 0 where
     nobody did."""
     more: tuple[Leaf[Int[Array, "B _"]], ...] = ()
     """What other candidates would have emitted, log-probabilities and tree, if the report holds

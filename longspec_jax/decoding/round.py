@@ -105,7 +105,7 @@ def _verify_if(
     rows: Rows,
     noise: RoundNoise,
 ) -> tuple[Verification, Int[Array, "B T"]]:
-    """Verify a tree if it pays, else its root alone, with zeros for the other nodes.
+    """Verify a tree if it pays, else only its root, with zeros for the other nodes.
 
     Rows only go into the branches: what comes out of one is copied, and caches are large.
     """
@@ -125,7 +125,7 @@ def _padded(of_root: Array, like: jax.ShapeDtypeStruct) -> Array:
 
 
 def weighs_trees(drafter: Drafter, params: Params) -> bool:
-    """Whether rounds verify a tree only where it is worth its seconds, and else the root alone."""
+    """Whether rounds verify a tree only where it is worth its seconds, and else only the root."""
     proposes = drafter.proposes_freely and drafter.tree.num_levels > 0
     return proposes and params.costs is not None
 
@@ -154,7 +154,7 @@ def accept_and_commit(
 ) -> tuple[Rows, Emitted]:
     """The end of a round: accept a path by the draws, and commit it.
 
-    Arguments and result as of :func:`spec_step`.
+    Arguments and result as in :func:`spec_step`.
     """
     path = (rule or accept_rule(drafter))(tree, draws, drafter.tree.num_levels)
     path = path._replace(count=jnp.where(rows.speculate, path.count, 1))
@@ -276,7 +276,7 @@ def commit_accepted(
     length = rows.length
     within = path.count if reach is None else jnp.minimum(path.count, reach - length)
     count, stopped = _trim(path.tokens, within, rows)
-    # A round that was cut may have emitted accepted draft tokens alone, and no bonus.
+    # A round that was cut may have emitted only accepted draft tokens, and no bonus.
     accepted = jnp.minimum(count, path.count - 1)
     block = jnp.concatenate([rows.pending[:, None], path.tokens[:, :-1]], axis=1)
     # No token is below -1, so this is the length; but it waits for the draws. Where a row has one

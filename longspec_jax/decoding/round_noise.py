@@ -89,7 +89,7 @@ class RoundNoise:
         return logits if self.adjustments is None else adjust(logits, self.adjustments, paths)
 
     def among(self, tokens: Int[Array, "*B v"]) -> "RoundNoise":
-        """The same for logits of these tokens alone, the same in all rows or each row's own."""
+        """The same for the logits of only these tokens, the same in all rows or each row's own."""
         if self.sampling.kind is SamplingKind.GREEDY:
             return self
         adjustments = self.adjustments and self.adjustments.among(tokens)

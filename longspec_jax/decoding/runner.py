@@ -152,7 +152,7 @@ class ModelRunner:
         )
 
     def vacant(self) -> Rows:
-        """Rows of which none is taken."""
+        """Rows none of which is taken."""
         models, sizes = (self.target, self.drafter, self.params), (self.slots, self.capacity)
         return vacant(*models, *sizes, self.stop_width, self.adjusted)
 
@@ -180,7 +180,7 @@ class ModelRunner:
           watch: ends a launch of many rounds before its time; nothing does if absent.
 
         Returns:
-          The rows after the rounds, and their packed report, which nobody has waited for.
+          The rows after the rounds, and their packed report, not waited for.
         """
         drafter = self.drafters[choice.candidate]
         if constraints:

@@ -30,7 +30,7 @@ class StepOutput:
     """None while the request runs. ``stop`` after a stop token, ``length`` at the budget, ``error``
     where it cannot go on."""
     reason: str | None = None
-    """Of an ``error``: what failed of this request alone, such as its grammar. None where the
+    """Of an ``error``: what failed in this request only, such as its grammar. None where the
     target's logits were not finite, so that the last token is no token."""
     cached_tokens: int = 0
     """Of the first output: tokens of the prompt that were not prefilled anew."""
@@ -43,7 +43,7 @@ class StepOutput:
     """Of every round, where the engine reports them."""
     sources: tuple[int, ...] = ()
     """Who proposed each token, as bits: bit ``i`` for entry ``i`` of
-    :attr:`longspec_jax.drafters.base.Drafter.sources`. 0 for a token that is no accepted draft
+    :attr:`longspec_jax.drafters.base.Drafter.sources`. 0 for a token that is not an accepted draft
     token."""
 
 
@@ -208,7 +208,7 @@ class Slots:
             self.vacate(slot)
 
     def copy_of(self, other: "Slots") -> None:
-        """Hold what another engine's slots do, of which there are as many."""
+        """Hold what the slots of another engine do, which has as many."""
         self.held, self.constraints = list(other.held), dict(other.constraints)
         self.active = {
             id: replace(active, tokens=list(active.tokens)) for id, active in other.active.items()

@@ -112,7 +112,7 @@ class TargetModel:
 
     @cached_property
     def has_bounded_layers(self) -> bool:
-        """Whether some layers keep the end of a row alone: with windows, or recurrent."""
+        """Whether some layers keep only the end of a row: with windows, or recurrent."""
         return len(self.config.full_layers) < self.config.num_layers
 
     @property
@@ -240,7 +240,7 @@ class TargetModel:
             )
 
     def _whole_groups(self, tokens: Array, positions: Array, mask: Array) -> tuple[Array, ...]:
-        """The nodes, and some that see themselves alone: Hopper's copy engine takes whole groups.
+        """The nodes, and some that see only themselves: Hopper's copy engine takes whole groups.
 
         Or a single one that is not whole, as in plain decoding.
         """
@@ -249,7 +249,7 @@ class TargetModel:
             return tokens, positions, mask
         wider = ((0, 0), (0, missing))
         mask = jnp.pad(mask, (*wider, (0, missing)))
-        mask |= jnp.eye(mask.shape[1], dtype=bool)  # Of nothing there is no softmax.
+        mask |= jnp.eye(mask.shape[1], dtype=bool)  # A softmax needs at least one key.
         return jnp.pad(tokens, wider), jnp.pad(positions, wider, mode="edge"), mask
 
     def reach(self, length: Lengths) -> Lengths | None:

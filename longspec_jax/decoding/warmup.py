@@ -199,7 +199,7 @@ def chunk_seconds(engine: Engine, chunk: int, request: Request) -> float:
     longest, found = engine.runner.capacity // chunk * chunk, []
     tokens, length = np.zeros((1, longest), np.int32), np.asarray([longest], np.int32)
     shardings = engine.runner.shardings, engine.runner.row_shardings
-    # The last chunk alone is run, after a context of zeros.
+    # Only the last chunk is run, after a context of zeros.
     known = max(longest // chunk - 2, 0)
     for _ in range(TIMINGS):
         zeros = copy_prefix(*shardings, engine.rows.cache, np.int32(0), np.int32(0))
@@ -238,7 +238,7 @@ class RoundTimes(NamedTuple):
 def round_times(engine: Engine, live: int, context: int, kind: SamplingKind) -> RoundTimes:
     """What rounds of every candidate take, told from the wait by launches of two lengths.
 
-    Arguments as of :func:`launch_seconds`.
+    Arguments as in :func:`launch_seconds`.
     """
     at, several = (live, context, kind), range(len(engine.runner.drafters))
     single = [launch_seconds(engine, Choice(index, 1), *at) for index in several]

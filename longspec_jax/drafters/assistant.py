@@ -1,13 +1,13 @@
 """Gemma 4's assistant: thin layers that read the target's keys and values, and have none.
 
 A step takes the newest token's embedding, which is the target's, next to a state, and projects both
-to the assistant's width. Its layers are Gemma 4's with queries alone: they attend to what the
+to the assistant's width. Its layers are Gemma 4's with only queries: they attend to what the
 target has cached in its last layer with a window, and in its last one without, that have keys of
 their own. All steps of a round stand where the pending token does. The state is at first what left
 the target's final norm for the last committed token, and then what the assistant projects back to
-the target's width. So a node of a tree has one vector, and the draft keeps nothing of a text else.
+the target's width. So a node of a tree has one vector, and the draft keeps nothing else of a text.
 
-Where a file has centroids, each step scores the tokens of the best clusters alone.
+Where a file has centroids, each step scores only the tokens of the best clusters.
 
 Source: transformers' ``gemma4_assistant``.
 """
@@ -59,7 +59,7 @@ class AssistantConfig:
 
     @property
     def kinds(self) -> tuple[LayerConfig, ...]:
-        """Its layers, which have queries alone."""
+        """Its layers, which have only queries."""
         return tuple(
             replace(kind, keys_of=source, keys_are_values=False)
             for kind, source in zip(self.own.layers, self.sources, strict=True)
@@ -124,7 +124,7 @@ class Assistant(nn.Module):
           embedded: the target's embeddings ``[B, T, D]`` of their tokens.
           state: ``[B, T, D]`` before them.
           positions: ``[B, T]``.
-          attend: as of :class:`~longspec_jax.models.target.Target`, by the layer here.
+          attend: as in :class:`~longspec_jax.models.target.Target`, by the layer here.
 
         Returns:
           What the LM head reads ``[B, T, d]``, the states after the nodes ``[B, T, D]``, and how
@@ -151,7 +151,7 @@ class AssistantParams:
     clusters: Leaf[Int[Array, " V"]] | None = None
     """The cluster of each token, where there are any."""
     embedding_factor: float = struct.field(pytree_node=False, default=1.0)
-    """On embeddings, as of the target."""
+    """On embeddings, as in the target."""
 
     @property
     def own_params(self) -> Any:
@@ -161,7 +161,7 @@ class AssistantParams:
     def step(
         self, config: AssistantConfig, tokens: Array, state: Array, positions: Array, attend: Attend
     ) -> tuple[Float[Array, "B T V"], Array]:
-        """Logits of the tokens after nodes, and the states after these; as of the module."""
+        """Logits of the tokens after nodes, and the states after these; as in the module."""
         embedded = scaled(look_up(self.embedding, tokens), self.embedding_factor)
         given = embedded, state, positions, attend
         module = Assistant(config)

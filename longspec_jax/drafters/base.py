@@ -35,7 +35,7 @@ class Params:
     target: PyTree
     draft: PyTree
     costs: Leaf[Float[Array, " 2"]] | None = None
-    """Seconds of a round that verifies the pending token alone, and of one that verifies a tree.
+    """Seconds of a round that verifies only the pending token, and of one that verifies a tree.
 
     Where they are given, a tree that costs nothing to propose is verified only if it is worth its
     seconds. Absent, every tree is verified."""
@@ -59,7 +59,7 @@ class Needs:
     first: int = 0
     """How many of the first tokens it depends on besides the last ones."""
     text: bool = False
-    """Whether it gets all committed tokens, by their ids alone where its features do not need
+    """Whether it gets all committed tokens, only their ids where its features do not need
     them."""
 
     def __or__(self, other: "Needs") -> "Needs":
@@ -129,7 +129,7 @@ def proposers(sources: tuple[str, ...], bits: int) -> str:
     """Who proposed a token, such as ``longspec+ngram``.
 
     Args:
-      sources: as of :attr:`Drafter.sources`.
+      sources: as in :attr:`Drafter.sources`.
       bits: of the token; not 0.
     """
     return "+".join(name for index, name in enumerate(sources) if bits >> index & 1)
@@ -163,7 +163,7 @@ class SamplingNoise(Protocol):
         ...
 
     def among(self, tokens: Int[Array, "*B v"]) -> "SamplingNoise":
-        """The same for logits of these tokens alone, the same in all rows or each row's own."""
+        """The same for the logits of only these tokens, the same in all rows or each row's own."""
         ...
 
     def after(self, steps: Lengths, levels: int) -> "SamplingNoise":
@@ -410,7 +410,7 @@ class Drafter:
 
 @dataclass(frozen=True)
 class NoDraft(Drafter):
-    """Proposes the pending token alone: plain decoding, through the same step."""
+    """Proposes only the pending token: plain decoding, through the same step."""
 
     name: str = field(default="plain", init=False)
     tree: TreeConfig = field(default=PLAIN, init=False)

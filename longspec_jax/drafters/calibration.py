@@ -41,7 +41,7 @@ KEPT = 0.9
 RISE = 3.0
 """Factor on the weight of a place per additional matched token."""
 NONE = -1
-"""Class of a token that is none."""
+"""Class where there is no token."""
 COUNTED = 8, 8
 """Places and levels that are counted."""
 
@@ -122,7 +122,7 @@ class Counts:
     """How often tokens of every class were right in a row, lately."""
 
     tried: Leaf[Float[Array, "B K"]]
-    """Those of which all tokens before them on their path were right."""
+    """Those whose earlier tokens on their path were all right."""
     right: Leaf[Float[Array, "B K"]]
 
     @classmethod

@@ -2,8 +2,8 @@
 
 Hidden states of several layers of the target are fused to one feature a token (arXiv:2602.06036).
 Every layer makes keys and values of it with the weights that serve the block's own tokens, so the
-committed tokens are context for all layers without passing through any. Their entries depend on
-(feature, position) alone: entry ``i`` of every layer's cache is made of the feature of token ``i``.
+committed tokens are context for all layers without passing through any. Their entries depend only
+on (feature, position): entry ``i`` of every layer's cache is made of the feature of token ``i``.
 
 A round runs the block once, whatever the tree: the pending token and mask tokens after it, which
 see the entries and each other, or in a causal block the earlier ones of each other (JetSpec, arXiv
@@ -274,12 +274,12 @@ class DFlashLayers(nn.Module):
 
 @struct.dataclass
 class DFlashParams(BlockParams):
-    """The draft's layers, its heads, and its tables, of which some may be the target's."""
+    """The draft's layers, its heads, and its tables, some of which may be the target's."""
 
     confidence: PyTree = None
     """``kernel [1, C]`` and ``bias [1]`` of the confidence head; None without one."""
     selector: Mapping[str, Any] | None = None
-    """As of :func:`~longspec_jax.drafters.dflash2.edge_scores`; None without one."""
+    """See :func:`~longspec_jax.drafters.dflash2.edge_scores`; None without one."""
 
     @property
     def own_params(self) -> Any:
@@ -289,13 +289,13 @@ class DFlashParams(BlockParams):
     def keys_values(
         self, config: DFlashConfig, hidden: Sequence[Array], positions: Array
     ) -> tuple[Rows, ...]:
-        """As of :meth:`DFlashLayers.keys_values`."""
+        """See :meth:`DFlashLayers.keys_values`."""
         return applied(
             DFlashLayers.keys_values, DFlashLayers(config), self.layer, hidden, positions
         )
 
     def block(self, config: DFlashConfig, tokens: Array, positions: Array, attend: Attend) -> Array:
-        """The layers over tokens ``[B, T]``; arguments as of :class:`DFlashLayers`."""
+        """The layers over tokens ``[B, T]``; arguments as in :class:`DFlashLayers`."""
         module, embedded = DFlashLayers(config), self.embedded(tokens)
         return applied(DFlashLayers.__call__, module, self.layer, embedded, positions, attend)
 
@@ -436,7 +436,7 @@ class DFlashDrafter(Drafter):
             if markov is None:
                 scores = noise.scores(slot, depth)
                 return states, jnp.broadcast_to(scores, (*tokens.shape, scores.shape[2]))
-            # The root's parent is none: its state is still zero.
+            # The root has no parent: its state is still zero.
             state = along(jnp.maximum(tree.parents[:, nodes], 0), states)
             added, state = markov_step(
                 draft.markov, markov, tokens, hidden[:, depth : depth + 1], state

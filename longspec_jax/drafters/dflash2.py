@@ -103,7 +103,7 @@ class ConvolvedLayer(Layer):
         attend: Callable[..., Array],
         inputs: Array | None = None,
     ) -> tuple[Array, Array, Array, Array]:
-        """As of :class:`~longspec_jax.models.target.Layer`, over the slots of one block.
+        """As in :class:`~longspec_jax.models.target.Layer`, over the slots of one block.
 
         No draft of this kind has inputs of a layer's own.
         """
@@ -138,7 +138,7 @@ def edge_scores(
       logits: the slot's.
       tokens: those before the slot.
       hidden: the slot's.
-      implementation: of the choice, as of :func:`~longspec_jax.drafters.tree.beam_search`.
+      implementation: of the choice, as in :func:`~longspec_jax.drafters.tree.beam_search`.
     """
     none = jnp.zeros((len(tokens), 1), jnp.float32)
     _, _, best = best_continuations(logits, none, count, implementation)

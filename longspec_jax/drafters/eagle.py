@@ -55,7 +55,7 @@ class EagleConfig(Eagle3Config):
 class EagleLayer(nn.Module):
     """The draft as pure functions of hidden states and embeddings; attention is the caller's.
 
-    Arguments and results as of :class:`longspec_jax.drafters.eagle3.Eagle3Layer`.
+    Arguments and results as in :class:`longspec_jax.drafters.eagle3.Eagle3Layer`.
     """
 
     config: EagleConfig
@@ -183,7 +183,7 @@ class MtpConfig(EagleConfig):
 
     @cached_property
     def layer(self) -> TargetConfig:
-        """A target of this layer alone."""
+        """A target with only this layer."""
         return replace(
             self.plain_layer,
             rotary_width=self.rotary_width,
@@ -197,7 +197,7 @@ class MtpConfig(EagleConfig):
 class MtpLayer(nn.Module):
     """The layer as pure functions of hidden states and embeddings; attention is the caller's.
 
-    Arguments and results as of :class:`longspec_jax.drafters.eagle3.Eagle3Layer`.
+    Arguments and results as in :class:`longspec_jax.drafters.eagle3.Eagle3Layer`.
     """
 
     config: MtpConfig

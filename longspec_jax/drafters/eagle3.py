@@ -4,7 +4,7 @@ Hidden states of several layers of the target are fused to one feature of the dr
 layer reads a token's embedding next to the feature of the token before it; attention takes both,
 twice as wide as the model. Its output stands in for the feature of the token itself, which only the
 target knows: so the next level of a tree goes on from it. Keys and values of a committed token
-depend on (feature, token, position) alone, because there is one layer. So a prompt costs one matmul
+depend only on (feature, token, position), because there is one layer. So a prompt costs one matmul
 a token, and a window of the last entries is exact.
 
 Entry ``i`` of the draft's cache is made of the target's feature of token ``i`` and of token
@@ -226,7 +226,7 @@ class Eagle3Layer(nn.Module):
         return feature
 
     def keys_values(self, embedded: Array, feature: Array, positions: Array) -> tuple[Array, Array]:
-        """Keys and values ``[B, T, K, H]`` of tokens; arguments as of :meth:`__call__`."""
+        """Keys and values ``[B, T, K, H]`` of tokens; arguments as in :meth:`__call__`."""
         _, k, v = self._heads(embedded, self.hidden_norm(feature), positions)
         return k, v
 
@@ -262,7 +262,7 @@ class Eagle3Layer(nn.Module):
     ) -> tuple[Array, Array]:
         """The residual stream before the MLP, and what the MLP adds to it, as partials.
 
-        Arguments as of :meth:`__call__`.
+        Arguments as in :meth:`__call__`.
         """
         normed = self.hidden_norm(feature)
         q, k, v = self._heads(embedded, normed, positions)
@@ -286,19 +286,19 @@ class Eagle3Layer(nn.Module):
 
 @struct.dataclass
 class Eagle3Params(TableParams):
-    """The draft's layer and its tables, of which some may be the target's."""
+    """The draft's layer and its tables, some of which may be the target's."""
 
     module: ClassVar[type[Any]] = Eagle3Layer
     """Class of the draft's module, which a configuration makes."""
 
     def fused(self, config: Eagle3Config, hidden: Sequence[Array]) -> Array:
-        """As of :meth:`Eagle3Layer.fused`."""
+        """See :meth:`Eagle3Layer.fused`."""
         return applied(self.module.fused, self.module(config), self.layer, hidden)
 
     def keys_values(
         self, config: Eagle3Config, tokens: Array, feature: Array, positions: Array
     ) -> tuple[Array, Array]:
-        """Keys and values of tokens ``[B, T]``; arguments as of :class:`Eagle3Layer`."""
+        """Keys and values of tokens ``[B, T]``; arguments as in :class:`Eagle3Layer`."""
         module, embedded = self.module(config), self.embedded(tokens)
         return applied(self.module.keys_values, module, self.layer, embedded, feature, positions)
 
@@ -310,7 +310,7 @@ class Eagle3Params(TableParams):
         positions: Array,
         attend: Callable[[Array, Array, Array], Array],
     ) -> LevelOutput:
-        """The layer over tokens ``[B, T]``; arguments as of :class:`Eagle3Layer`."""
+        """The layer over tokens ``[B, T]``; arguments as in :class:`Eagle3Layer`."""
         module, embedded = self.module(config), self.embedded(tokens)
         given = self.layer, embedded, feature, positions, attend
         return applied(self.module.__call__, module, *given)
@@ -466,7 +466,7 @@ class Eagle3Options(FeatureOptions):
         if self.working is not None and self.window is not None:
             raise ValueError(
                 f"working={self.working} and window={self.window} exclude each other: either a "
-                "part of all tokens is read, or the last ones alone are kept; leave one out"
+                "part of all tokens is read, or only the last ones are kept; leave one out"
             )
         if self.working is not None or self.refresh is not None:
             _ = self.cache_options  # Raises for what they cannot be.

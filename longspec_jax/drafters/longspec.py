@@ -2,7 +2,7 @@
 
 The layer (LongSpec section 3.1): ``x += self_attention(norm(x)); x += cross_attention(norm(x));
 x += mlp(norm(x))``, on the target's token embeddings, read by the target's LM head without a final
-norm. Self-attention comes first, so its keys and values depend on (token, position) alone: of a
+norm. Self-attention comes first, so its keys and values depend only on (token, position): of a
 prompt only the last 512 tokens are run.
 
 The drafter is beam search. Self-attention sees the last 512 tokens. Cross-attention reads the
@@ -84,13 +84,13 @@ class DraftConfig(LayerSizes):
     norm_eps: Annotated[float, EPSILON]
     dtype: str
     rotary_width: int | None = None
-    """Dimensions of a head that are rotated, as of the target's layer that it reads."""
+    """Dimensions of a head that are rotated, as in the target's layer that it reads."""
     embedding_factor: float = 1.0
-    """Factor on the target's embeddings, as of the target."""
+    """Factor on the target's embeddings, as in the target."""
     logits_divisor: float = 1.0
-    """What the logits are divided by, as of the target."""
+    """What the logits are divided by, as in the target."""
     logit_cap: float | None = None
-    """Bounds the logits softly after the division, as of the target."""
+    """Bounds the logits softly after the division, as in the target."""
     window: Annotated[int, Whole()] = WINDOW
     """A node sees the tokens at most this many positions before it, and itself (LongSpec 3.1)."""
 
@@ -212,7 +212,7 @@ class LongSpecLayer(nn.Module):
         return DraftOutput(scaled(hidden, 1 / self.config.logits_divisor), k, v)
 
     def keys_values(self, embedded: Array, positions: Array) -> tuple[Array, Array]:
-        """Self-attention keys and values of tokens, which depend on (token, position) alone."""
+        """Self-attention keys and values of tokens, which depend only on (token, position)."""
         angles = _angles(self.config, positions)
         embedded = scaled(embedded, self.config.embedding_factor)
         _, k, v = split_heads(self.self_qkv(self.self_norm(embedded)), *angles)
@@ -280,7 +280,7 @@ class LongSpecParams(TableParams):
         attend_cross: Callable[[Array], Array],
         among: Among,
     ) -> DraftOutput:
-        """The layer over tokens ``[B, T]``; the rest as of :class:`LongSpecLayer`."""
+        """The layer over tokens ``[B, T]``; the rest as in :class:`LongSpecLayer`."""
         return applied(
             LongSpecLayer.__call__,
             LongSpecLayer(config),
@@ -302,8 +302,8 @@ def _angles(config: DraftConfig, positions: Array) -> tuple[Array, Array]:
 class LongSpecState:
     """A ring of the last ``W`` tokens' self-attention K/V: the draft's only memory.
 
-    The token at position ``p`` lives in slot ``p % W``; which positions are present follows from
-    the committed length alone.
+    The token at position ``p`` lives in slot ``p % W``; which positions are present follows only
+    from the committed length.
     """
 
     keys: Leaf[Float[Array, "B W K H"]]

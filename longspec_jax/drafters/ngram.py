@@ -31,7 +31,7 @@ from longspec_jax.ops.slicing import along
 CONTEXT = 16
 """Tokens of the suffix that are compared at most."""
 OWN_TEXT = Needs(recent=0, text=True)
-"""The needs of a drafter that takes tokens alone."""
+"""The needs of a drafter that takes only tokens."""
 EXACT = 1 << 24
 """Whole numbers below this are float32 numbers."""
 
@@ -79,7 +79,7 @@ class LookupState:
 
 
 class OwnTextDrafter(Drafter):
-    """A drafter whose state is the row's own text alone."""
+    """A drafter whose state is only the row's own text."""
 
     @cached_property
     def needs(self) -> Needs:
@@ -281,7 +281,7 @@ def side_by_side(
     depth = mask.sum(axis=1) - 1
     parent = mask & (depth + 1 == depth[:, None])
     parents = np.where(parent.any(axis=1), parent.argmax(axis=1), -1).astype(np.int32)
-    # Of a level that is wider than there are places, or than the one above, some nodes are none.
+    # Some nodes of a level wider than there are places, or than the one above, are not used.
     none = (branch >= places) | (depth[1:] <= level)
     branch = np.minimum(branch, places - 1)
     return Tree(

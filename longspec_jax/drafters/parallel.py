@@ -4,7 +4,7 @@ A block is the pending token and learnt vectors in the slots after it. Its layer
 LongSpec draft (:class:`~longspec_jax.drafters.longspec.LongSpecLayer`): self-attention,
 cross-attention to the target's last-layer keys and values, MLP. The slots see each other in every
 layer. Only the first layer sees the tokens before the block, by self-attention keys and values of
-their embeddings: these depend on (token, position) alone, so one ring of the last ``W`` tokens
+their embeddings: these depend only on (token, position), so one ring of the last ``W`` tokens
 serves any number of layers and no committed token passes through a layer. A final norm precedes the
 target's LM head, because learnt vectors need not be of the size of embeddings.
 
@@ -139,7 +139,7 @@ class ParallelParams(BlockParams):
         return dataclasses.replace(super().with_target_tables(target_params, layer), markov=markov)
 
     def keys_values(self, config: ParallelConfig, tokens: Array, positions: Array) -> Rows:
-        """As of :meth:`ParallelLayers.keys_values`, of tokens ``[B, T]``."""
+        """As in :meth:`ParallelLayers.keys_values`, of tokens ``[B, T]``."""
         module, embedded = ParallelLayers(config), self.embedded(tokens)
         return applied(ParallelLayers.keys_values, module, self.layer, embedded, positions)
 
@@ -151,7 +151,7 @@ class ParallelParams(BlockParams):
         attend_self: Callable[[int, Array, Array, Array], Array],
         attend_cross: Callable[[Array], Array],
     ) -> Float[Array, "B slots D"]:
-        """The layers over a block of every row; arguments as of :class:`ParallelLayers`."""
+        """The layers over a block of every row; arguments as in :class:`ParallelLayers`."""
         return applied(
             ParallelLayers.__call__,
             ParallelLayers(config),

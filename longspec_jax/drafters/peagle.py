@@ -105,12 +105,12 @@ class PEagleLayers(Eagle3Layer):
 
 @struct.dataclass
 class PEagleParams(Eagle3Params):
-    """The draft's layers and its tables, of which some may be the target's."""
+    """The draft's layers and its tables, some of which may be the target's."""
 
     module = PEagleLayers
 
     def mask_feature(self, config: PEagleConfig, rows: int) -> Array:
-        """As of :meth:`PEagleLayers.mask_feature`."""
+        """See :meth:`PEagleLayers.mask_feature`."""
         return applied(PEagleLayers.mask_feature, PEagleLayers(config), self.layer, rows)
 
     def run(
@@ -121,7 +121,7 @@ class PEagleParams(Eagle3Params):
         positions: Array,
         attend: Attend,
     ) -> Array:
-        """The layers over tokens ``[B, T]``; arguments as of :meth:`PEagleLayers.run`."""
+        """The layers over tokens ``[B, T]``; arguments as in :meth:`PEagleLayers.run`."""
         module, embedded = PEagleLayers(config), self.embedded(tokens)
         return applied(PEagleLayers.run, module, self.layer, embedded, feature, positions, attend)
 

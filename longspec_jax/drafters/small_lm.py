@@ -52,7 +52,7 @@ More than the longest accepted path, and a multiple of 8, as kernels need it."""
 class SmallLMState:
     """Keys and values of committed tokens. DONATED by what returns a new one.
 
-    Which slots hold committed tokens follows from the committed length alone, as in the target's
+    Which slots hold committed tokens follows only from the committed length, as in the target's
     cache. Memory beyond it may hold anything.
     """
 

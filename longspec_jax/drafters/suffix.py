@@ -9,7 +9,7 @@ lookup keeps as well.
 
 The texts of all slots may be searched: a slot that is vacant still holds the text of its last
 request. A row's speed then depends on its neighbours; its tokens do not. Where the neighbours may
-be other people's, every row looks in its own text alone (:attr:`SuffixDraft.shared`).
+be other people's, every row looks only in its own text (:attr:`SuffixDraft.shared`).
 """
 
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ class SuffixDrafter(OwnTextDrafter):
 
     tree: TreeConfig
     own: bool = False
-    """Whether a row looks in its own text alone."""
+    """Whether a row looks only in its own text."""
     looks_up: ClassVar[bool] = True
     name: str = field(default="suffix", init=False)
 
@@ -100,7 +100,7 @@ class SuffixDraft(Draft):
 
     @property
     def apart(self) -> "SuffixDraft":
-        """Rows look in their own text alone, unless the option asks for more."""
+        """Rows look only in their own text, unless the option asks for more."""
         return replace(self, shared=self.shares_texts)
 
     @property
@@ -130,7 +130,7 @@ def texts_to_search(
     Args:
       text: tokens of each row; garbage after ``last[b]``.
       last: position of each row's last token.
-      own: whether a row looks in its own text alone.
+      own: whether a row looks only in its own text.
 
     Returns:
       The texts side by side, and where the row's own begins.
@@ -153,7 +153,7 @@ def _lengths(
 ) -> Int[Array, "B C"]:
     """How many tokens up to each place equal the ending."""
     before = places[:, :, None] - jnp.arange(ending.shape[1])
-    tokens = along(jnp.maximum(before, 0), library)  # What lies before all texts is no token.
+    tokens = along(jnp.maximum(before, 0), library)  # Before all texts there is no token.
     return jnp.cumprod(tokens == ending[:, None], axis=2).sum(axis=2)
 
 
@@ -211,7 +211,7 @@ def merged(
       continuations: of every place.
       same: of every level, which places agree on the path down to it.
       scores: of every level, what each place's path is worth, never more than a level above; -inf
-        for one that is none.
+        for one that is not there.
     """
     batch, places = scores[0].shape
     node = jnp.zeros((batch, places), jnp.int32)

@@ -182,7 +182,7 @@ def check_sizes(width: int, vocab_size: int, target: TargetConfig) -> None:
 
 @struct.dataclass
 class TableParams:
-    """A draft's layers and its tables, of which some may be the target's."""
+    """A draft's layers and its tables, some of which may be the target's."""
 
     layer: PyTree
     """Parameters of the draft's module."""
@@ -194,9 +194,9 @@ class TableParams:
     """The target's tokens that the rows of ``head`` stand for; token ``i`` is the i-th if
     absent."""
     own_embedding: bool = struct.field(pytree_node=False, default=True)
-    """Whether the embedding is no table of the target's."""
+    """Whether the embedding is not the target's."""
     own_head: bool = struct.field(pytree_node=False, default=True)
-    """Whether the LM head is no table of the target's."""
+    """Whether the LM head is not the target's."""
     stores_embedding: bool = struct.field(pytree_node=False, default=True)
     """Whether the draft's file has an embedding."""
     stores_head: bool = struct.field(pytree_node=False, default=True)
@@ -339,7 +339,7 @@ class BlockParams(TableParams):
         return *super().own_params, self.markov
 
     def in_int8(self: B, mesh: Mesh | None = None) -> B:
-        """As of :class:`TableParams`; the Markov head's larger table too."""
+        """See :class:`TableParams`; the Markov head's larger table too."""
         small: Any = super().in_int8(mesh)
         if self.markov is None:
             return small

@@ -53,7 +53,7 @@ class Tree:
     """``mask[b, i, j]`` where node ``j`` is node ``i`` or its ancestor."""
     totals: Leaf[Float[Array, "B T"]] | None = None
     """Logarithm of how likely the accepted path is to come to each node, 0 for the root and never
-    more than its parent's; -inf for a node that no path reaches. None where nobody has estimated
+    more than its parent's; -inf for a node that no path reaches. None where nothing has estimated
     it."""
     sources: Leaf[Int[Array, "B T"]] | None = None
     """Who proposed each node: bit ``i`` for member ``i`` of joined drafters. None of a single
@@ -133,7 +133,7 @@ def tree_paths(tree: Tree, levels: int) -> Int[Array, "B T levels"]:
     """The draft tokens on the path to every node, itself included; -1 where a path is shorter.
 
     Args:
-      tree: candidates below each row's pending token, which is no draft token.
+      tree: candidates below each row's pending token, which is not a draft token.
       levels: of the tree below its root.
     """
     depth = tree.mask.sum(axis=2, dtype=jnp.int32) - 1  # A node sees itself and its ancestors.
@@ -236,14 +236,14 @@ def beam_search(
     implementation: str | None = None,
     trust: Trust[Memory] | None = None,
 ) -> Tree:
-    """The tree of the best paths below the pending tokens, of which the budget's nodes remain.
+    """The tree of the best paths below the pending tokens, cut to the budget's nodes.
 
     Args:
       score: called level by level, from the root on; not for the last level.
       memory: a pytree passed from call to call, such as the keys and values of scored nodes.
       vocabulary: the tokens that scores are about, the same in all rows or each row's own; token
         ``i`` is the i-th if absent.
-      implementation: of the choice among a level's continuations, as of the attention ops.
+      implementation: of the choice among a level's continuations, as in the attention ops.
       trust: how far the scores after a node are trusted; fully if absent.
     """
     choose = partial(best_continuations, implementation=implementation)

@@ -1,4 +1,4 @@
-"""Several trees below the same tokens as one tree, of which the likeliest nodes remain.
+"""Several trees below the same tokens as one tree, whose likeliest nodes remain.
 
 A node is its path of tokens: nodes of several trees with equal paths are one node. Paths are rows
 of a matrix, so that all pairs are compared in one reduction, without a loop over levels. A node is

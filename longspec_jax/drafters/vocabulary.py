@@ -5,8 +5,8 @@ thousand tokens this is most of its time, and most of the tokens are hardly ever
 covers the whole vocabulary: a token that is left out is drawn all the same, one round later.
 
 Two sources need no corpus. A tokenizer that merges pairs has learned the frequent ones first
-(:func:`first_merged`). And a text repeats its own rare words: what each row has said joins the
-list, in that row alone (:class:`OwnTokens`).
+(:func:`first_merged`). And a text repeats its own rare words: the tokens of each row join the
+list, only in that row (:class:`OwnTokens`).
 """
 
 import json
@@ -24,7 +24,7 @@ from longspec_jax.checks import Tokenizer
 from longspec_jax.drafters.base import Committed
 
 OWN_TOKENS = 512
-"""Occurrences of tokens that are listed for a row alone. Of 4,000 tokens of code or prose 20 to 50
+"""Occurrences of tokens that are listed for only one row. Of 4,000 tokens of code or prose 20 to 50
 different ones are not among the 65,536 that Llama 3 or Qwen2.5 merged first."""
 
 
@@ -116,7 +116,7 @@ def first_merged(tokenizer: Tokenizer, size: int) -> Int[np.ndarray, " v"] | Non
 
 @struct.dataclass
 class OwnTokens:
-    """What each row has said lately that is not in the draft vocabulary: a ring of its tokens."""
+    """A ring of each row's latest tokens that the draft vocabulary lacks."""
 
     tokens: Leaf[Int[Array, "B X"]]
     """The latest occurrences; a token may be there several times."""
@@ -125,7 +125,7 @@ class OwnTokens:
 
     @classmethod
     def begin(cls, batch: int) -> "OwnTokens":
-        """A row's own tokens, of which there are none yet."""
+        """A row's own tokens: none yet."""
         return cls(jnp.zeros((batch, OWN_TOKENS), jnp.int32), jnp.zeros(batch, jnp.int32))
 
     def extended(self, committed: Committed, listed: Bool[Array, " V"]) -> "OwnTokens":
@@ -146,7 +146,7 @@ class OwnTokens:
         return replace(self, tokens=write(self.tokens, at, tokens), count=self.count + found)
 
     def distinct(self) -> Bool[Array, "B X"]:
-        """Slots of which each holds a token that no earlier slot holds."""
+        """Slots whose token no earlier slot holds."""
         place = jnp.arange(self.tokens.shape[1])
         there = place < self.count[:, None]
         same = self.tokens[:, :, None] == self.tokens[:, None]

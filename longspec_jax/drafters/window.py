@@ -1,8 +1,8 @@
 """A draft's own entries of committed tokens: all of them, or the first and the last in a ring.
 
-Entries are keys and values that a draft makes of the target's features. They depend on (features,
-token, position) alone, so a ring of the last entries is exact for a window of its size, and its
-order does not matter to attention.
+Entries are keys and values that a draft makes of the target's features. They depend only on
+(features, token, position), so a ring of the last entries is exact for a window of its size, and
+its order does not matter to attention.
 
 The first entries (sinks) lie next to the ring. Their keys are turned each round to stand right
 before it: no distance is ever longer than sinks and ring, so that a draft that was trained on short
@@ -33,7 +33,7 @@ Rows: TypeAlias = tuple[TreeRows, TreeRows]
 
 @struct.dataclass
 class Entries:
-    """One layer's entries; which are present follows from the committed length alone."""
+    """One layer's entries; which are present follows only from the committed length."""
 
     cache: Caches
     """Of one layer, rotary applied at the entry's own position."""
@@ -72,12 +72,12 @@ class DraftWindow(NamedTuple):
     def written(
         self, entries: Entries, fresh: Rows, at: Int[Array, "B n"], count: Lengths
     ) -> Entries:
-        """The entries with fresh ones at ``at[b]``, of which the first ``count[b]`` joined.
+        """The entries with fresh ones at ``at[b]``; the first ``count[b]`` of them joined.
 
         Args:
           entries: those so far.
           fresh: those to write.
-          at: their numbers, ascending by one; a negative one is no entry.
+          at: their numbers, ascending by one; a negative one is not an entry.
           count: how many of them joined.
         """
         offsets = jnp.arange(at.shape[1])

@@ -242,7 +242,7 @@ class CallPlan:
         """The same with these candidates, made once.
 
         Args:
-          weighs: whether they may leave trees unverified, as of :meth:`weighing`.
+          weighs: whether they may leave trees unverified, as in :meth:`weighing`.
         """
         if (drafters, weighs) not in self._narrowed:
             plan = replace(self, drafters=drafters)
@@ -266,8 +266,8 @@ def plan_call(
 ) -> CallPlan:
     """The drafters of a call, its sizes, and what it takes of the devices.
 
-    Calls that differ in data alone have the same plan, made once.
-    Arguments and errors as of :func:`~longspec_jax.generation.candidates.drafters_for`.
+    Calls that differ only in data have the same plan, made once.
+    Arguments and errors as in :func:`~longspec_jax.generation.candidates.drafters_for`.
     """
     lengths, request = list(map(len, batch.prompts)), batch.request
     rows, longest, most = len(lengths), max(lengths), int(request.max_new_tokens.max())

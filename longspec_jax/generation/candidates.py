@@ -38,7 +38,7 @@ def candidates(drafters: Sequence[Drafter]) -> tuple[Drafter, ...]:
     one as well, verified on one level.
 
     Args:
-      drafters: of which each differs from the others in its tree.
+      drafters: each differs from the others in its tree.
 
     Returns:
       The candidates, the cheapest first.
@@ -77,7 +77,7 @@ def candidates_by_load(drafters: Sequence[Drafter]) -> tuple[Drafter, ...]:
     long to compile.
 
     Args:
-      drafters: as of :func:`candidates`; of each name the first one counts.
+      drafters: as in :func:`candidates`; of each name the first one counts.
 
     Returns:
       The candidates, the cheapest first.
@@ -145,7 +145,7 @@ def drafters_for(
                 f"tree {chosen} has nodes for a model's draft next to lookup, and only drafts that "
                 f"look up are loaded; write none@{chosen.num_nodes}~{chosen.lookup}"
             )
-        # The tree is theirs alone, and lookup its levels.
+        # The tree is only theirs, and lookup its levels.
         chosen = replace(chosen.looked_up, budget=chosen.budget)
     together = rows if models.max_num_seqs is None else min(rows, models.max_num_seqs)
     target = models.target
@@ -181,7 +181,7 @@ def likely_trees(
 ) -> tuple[TreeConfig, ...]:
     """What a call without a tree may run: the usual tree first, plain decoding last.
 
-    The first alone where it is settled, and where no clock may choose.
+    Only the first where it is settled, and where no clock may choose.
 
     Args:
       mesh: what its parameters are spread over; None for one device.

@@ -102,8 +102,8 @@ def render_chat(
       variables: more of the template's, such as ``enable_thinking``.
 
     Raises:
-      ValueError: for messages or a template that are none, and for a template that cannot render
-        the messages or exceeds a bound.
+      ValueError: if messages or template are not valid, or the template cannot render the messages
+        or exceeds a bound.
     """
     variables = {
         **(variables or {}),

@@ -1,7 +1,7 @@
 """What a row may emit, by a JSON schema, a regular expression or a Lark grammar.
 
 The library llguidance says which tokens may follow a text. A round needs that at every node of its
-tree: after the node's own path. Sampling sees the allowed tokens alone: forbidden logits become
+tree: after the node's own path. Sampling sees only the allowed tokens: forbidden logits become
 -inf before temperature and filters.
 
 The library bounds the work of a step and the size of what it builds. A grammar may meet a bound in
@@ -162,7 +162,7 @@ class GrammarState:
                 self._of_trees = None
 
     def allowed(self, tokens: Sequence[int], parents: Sequence[int]) -> TokenBits:
-        """As of :class:`~longspec_jax.decoding.constrained.Constraint`.
+        """See :class:`~longspec_jax.decoding.constrained.Constraint`.
 
         The root may also be the last token of the prompt. After a stop token all is allowed.
         """
@@ -263,7 +263,7 @@ def vocabulary_of(
       stop_tokens: what ends a text, allowed where the grammar is satisfied.
 
     Raises:
-      ValueError: for a tokenizer that is no fast one, or without a stop token.
+      ValueError: for a tokenizer that is not a fast one, or without a stop token.
       ModuleNotFoundError: without the extra ``grammar``.
     """
     _library()
@@ -328,7 +328,7 @@ def referred(schema: Mapping[str, Any], reference: str) -> object:
 
 
 def _ends(schema: object, ends: Mapping[str, bool]) -> bool:
-    """Whether a finite text satisfies a schema, given the references of which that is known."""
+    """Whether a finite text satisfies a schema, given the references that are known to be so."""
     if not isinstance(schema, Mapping):
         return True
     reference = schema.get("$ref")

@@ -95,7 +95,7 @@ def read_batch(
       max_tokens: of a row, prompt and new ones; the target's positions if absent.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: as of :func:`to_prompts`,
+      TypeError, ValueError, NotImplementedError: as in :func:`to_prompts`,
         :func:`~longspec_jax.generation.options.resolve`,
         :func:`~longspec_jax.generation.stops.stop_strings` and :func:`check_positions`.
     """
@@ -181,7 +181,7 @@ def encode_chat(
 ) -> list[int]:
     """Token ids of a conversation.
 
-    Arguments and errors as of :func:`~longspec_jax.generation.chat.render_chat` and
+    Arguments and errors as in :func:`~longspec_jax.generation.chat.render_chat` and
     :func:`encode_text`.
     """
     text = render_chat(require_tokenizer(tokenizer), messages, template, tools, variables)
@@ -215,7 +215,7 @@ def encode_text(
     except UnicodeEncodeError as error:
         raise ValueError(
             f"the text has a lone surrogate, {text[error.start]!r}, at character {error.start}, "
-            "which is no character; read the text as UTF-8, or replace what cannot be read "
+            "which is not a character; read the text as UTF-8, or replace what cannot be read "
             "(errors='replace')"
         ) from error
     try:
@@ -247,7 +247,7 @@ def to_prompt(
     chat_template: str | None = None,
     max_positions: int | None = None,
 ) -> np.ndarray:
-    """The token ids of a single row; arguments and errors as of :func:`to_prompts`.
+    """The token ids of a single row; arguments and errors as in :func:`to_prompts`.
 
     Raises:
       ValueError: also for more than one row.
@@ -290,8 +290,8 @@ def _unpadded(batch: Mapping[str, Any]) -> list[Any]:
     """The rows of a tokenizer's output, without the padding its attention mask marks."""
     if "input_ids" not in batch:
         raise ValueError(
-            f"a mapping of {sorted(map(str, batch))} is no prompt: it needs 'input_ids', or wrap a "
-            "chat message in a list"
+            f"a mapping of {sorted(map(str, batch))} is not a prompt: it needs 'input_ids', or "
+            "wrap a chat message in a list"
         )
     rows = _rows(batch["input_ids"])
     if batch.get("attention_mask") is None:
@@ -306,7 +306,7 @@ def _unpadded(batch: Mapping[str, Any]) -> list[Any]:
 
 
 def _kept(row: object, mask: object) -> object:
-    """The tokens of a row whose mask is 1; a row that is no list of tokens is refused later."""
+    """The tokens of a row whose mask is 1; a row that is not a list of tokens is refused later."""
     row, mask = as_plain(row), as_plain(mask)
     if not isinstance(row, Sequence):
         return row
@@ -331,7 +331,7 @@ def _prompt(
         tokens = encode_chat(tokenizer, item, chat_template, max_positions=max_positions)
     elif chat_template is not None:
         raise ValueError(
-            "chat_template= makes a prompt of chat messages, and this prompt is none; pass "
+            "chat_template= makes a prompt of chat messages, and this prompt has none; pass "
             '[{"role": "user", "content": ...}], or leave out the template'
         )
     elif isinstance(item, str):

@@ -78,7 +78,7 @@ def plan_memory(
     chunk: int,
     adjusted: bool = False,
 ) -> MemoryPlan:
-    """What a call takes on each of its devices, from shapes alone.
+    """The memory that a call takes on each of its devices, computed only from shapes.
 
     Args:
       drafters: those that it may run; they share one state.
@@ -93,7 +93,7 @@ def plan_memory(
     # and the row's tables of biases and tokens.
     copies, tables = (6, ADJUSTMENT_BYTES * config.vocab_size) if adjusted else (4, 0)
     # Without a kernel for them, quantised weights are dequantised one kernel at a time, in float32.
-    # An LM head that a kernel reads is multiplied by few rows alone.
+    # An LM head that a kernel reads is multiplied by only a few rows.
     matrices = quantised_matrices(
         {name: part for name, part in params.items() if name != "head" or has_unpacked(part)}
     )

@@ -209,7 +209,7 @@ def sequences_per_prompt(value: object, request: Request) -> int:
       request: the options of one row per prompt.
 
     Raises:
-      ValueError: for what is no whole number from 1, and for rows that would all be equal.
+      ValueError: for what is not a whole number from 1, and for rows that would all be equal.
     """
     rule = OPTIONS["num_return_sequences"].rule
     count = 1 if value is None else rule.read("num_return_sequences", value)
@@ -304,7 +304,7 @@ def _temperature(merged: Mapping[str, Any], given: Mapping[str, Any], rows: int)
     if sample is not None and not isinstance(sample, np.bool_):
         OPTIONS["do_sample"].rule.read("do_sample", sample)
     if "temperature" in given and "do_sample" not in given:
-        sample = None  # A temperature in the call decides alone whether to sample.
+        sample = None  # A temperature in the call decides by itself whether to sample.
     array = np.full(rows, 1.0 if sample else 0.0, np.float32)
     if "temperature" in merged:
         values = by_row("temperature", merged["temperature"], rows, OPTIONS["temperature"].rule)

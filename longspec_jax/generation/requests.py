@@ -65,7 +65,7 @@ class RequestEngine(TextEngine):
         tree: TreeConfig | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
-        """Make vacant slots; arguments and errors as of :meth:`longspec_jax.LongSpec.engine`."""
+        """Make vacant slots; arguments and errors as in :meth:`longspec_jax.LongSpec.engine`."""
         given = read(EngineOptions, options, "engine()")
         slots, max_tokens = given["max_num_seqs"], given["max_model_len"]
         adaptive, prefills = given["adaptive"], given["max_concurrent_prefills"]
@@ -153,12 +153,12 @@ class RequestEngine(TextEngine):
     ) -> int:
         """Queue a request; the next steps prefill its prompt and decode it.
 
-        Arguments as of :meth:`longspec_jax.LongSpec.generate`, of one row. A request of a lower
+        Arguments as in :meth:`longspec_jax.LongSpec.generate`, of one row. A request of a lower
         ``priority`` goes first. Where all slots are taken it takes one of a higher ``priority``,
         whose text goes on later as if nothing had happened. Without ``speculate`` the row accepts
         no draft token, and its text is the same. A ``tree`` of :attr:`trees` runs while the request
         holds a slot, instead of the one that is fastest. A ``grammar``
-        (:meth:`longspec_jax.LongSpec.grammar`) allows what satisfies it alone; a ``state`` of it is
+        (:meth:`longspec_jax.LongSpec.grammar`) allows only what satisfies it; a ``state`` of it is
         this request's, and was compiled before. Prompts of different ``cache_salt`` are not reused
         for each other: it keeps apart people who must not learn what the others ask.
 
@@ -206,7 +206,7 @@ class RequestEngine(TextEngine):
         trees = [drafter.tree for drafter in self.engine.runner.drafters]
         if tree not in trees:
             known = ", ".join(map(str, trees))
-            raise ValueError(f"tree={tree} is none of this engine's trees, which are {known}")
+            raise ValueError(f"tree={tree} is not one of this engine's trees, which are {known}")
         return trees.index(tree)
 
     def _constraint(
@@ -298,7 +298,7 @@ def _say_if_nothing_is_reused(drafter: Drafter, longest: int, chunk: int) -> Non
         warnings.warn(
             "no prefix of a prompt is reused (prefixes=True): the draft reads what the target "
             "computes at every token of a prompt, so all of it is run again. With a window it "
-            "reads the last tokens alone: the draft option window=N, where the draft has one, with "
+            "reads only the last tokens: the draft option window=N, where the draft has one, with "
             f"N below {longest - chunk}, lets chunks of {chunk} tokens be reused",
             stacklevel=4,
         )

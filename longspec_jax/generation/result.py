@@ -61,14 +61,14 @@ class Stats:
     target_passes: tuple[int, ...]
     """Target forward passes of the decode phase that the row took part in."""
     histograms: tuple[tuple[int, ...], ...]
-    """Rounds of a row by accepted draft tokens: entry 0 counts the rounds that emitted the bonus
-    alone. A round that a stop token, a stop string or the budget cuts short counts what it
+    """Rounds of a row by accepted draft tokens: entry 0 counts the rounds that emitted only the
+    bonus. A round that a stop token, a stop string or the budget cuts short counts what it
     emitted."""
     trees: tuple[TreeUse, ...]
     """The trees that the call could use: the chosen one, or the candidates of ``adaptive``."""
     prefill_seconds: float
     decode_seconds: float
-    """Decode rounds alone, without prefill, compilation and detokenisation."""
+    """Decode rounds only, without prefill, compilation and detokenisation."""
     compile_seconds: float
     """Warm-up of new shapes: compilation and one short run."""
     draft_state_bytes: int
@@ -124,8 +124,8 @@ class GenerateResult:
     """Of every token of the prompt but the first, which has none; None in rows that did not ask
     with ``prompt_logprobs=``."""
     trees: tuple[tuple[RoundTree, ...], ...] = ()
-    """With ``return_trees=True``, of every row's rounds all that the target verified: candidates,
-    its own draws and the accepted path. A round without a draft has its root alone."""
+    """With ``return_trees=True``, all that the target verified in every row's rounds: candidates,
+    its own draws and the accepted path. A round without a draft has only its root."""
     scores: tuple[np.ndarray, ...] = ()
     """With ``output_scores=True``, of every row's ``n`` emitted tokens ``[n, V]``, float32: what
     each was drawn from, after biases, penalties, temperature and filters (-inf for what they leave
@@ -242,7 +242,7 @@ def stream_into(streamer: Streamer, prompts: Prompts, on_round: OnRound | None) 
     if rows > 1 or on_round is not None:
         raise ValueError(
             f"a streamer follows one row and takes the place of on_round; {rows} rows and "
-            f"on_round={on_round} were given. Use on_round= alone, or stream()"
+            f"on_round={on_round} were given. Use only on_round=, or stream()"
         )
     streamer.put(prompts[0][None])
     return lambda added: streamer.put(np.asarray(added.tokens[0], np.int32))

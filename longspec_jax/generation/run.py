@@ -92,7 +92,7 @@ class Run(TextEngine):
     times: RoundTimes
     """Of a round of every candidate, as far as they are known."""
     kind: str | None = None
-    """The kind of call, of which its speeds are remembered; None where they are not."""
+    """The kind of call that its speeds are kept by; None where they are not kept."""
     rows: list[RowOutput] = field(init=False)
     accepted: Counter[int] = field(default_factory=Counter, init=False)
     """Accepted draft tokens of all rows by who proposed them, as bits."""
@@ -157,7 +157,7 @@ class Run(TextEngine):
         """Take a step, and take in what rows have gained.
 
         Args:
-          decode: whether rounds are launched, not prompts alone.
+          decode: whether rounds are launched, not only prompts.
 
         Returns:
           Whether a row has gained anything.
@@ -234,7 +234,7 @@ def start(
     Args:
       streams: whether the run is followed round by round.
       on_activity: called with everything that takes time, and with what it begins with.
-      rounds: whether it will be decoded at all, and not prefilled alone.
+      rounds: whether it will be decoded at all, and not only prefilled.
       fixed: whether it runs one tree to its end, whatever it names.
     """
     tell, settled = on_activity or _nobody, Settled(plan)

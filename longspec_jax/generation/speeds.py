@@ -8,12 +8,12 @@ So a call that names no tree has candidates: plain decoding and a few trees. The
 shape times a round of each at the call's own context, which compiles them anyway. The call begins
 with the tree that is usual on such a machine, or with what was fastest in earlier calls of its
 kind, and the policy (:mod:`longspec_jax.decoding.policy`) goes on choosing by the tokens a second
-of each. Nothing is run for timing alone.
+of each. Nothing is run only for timing.
 
 What is kept is a prior. Other work on the machine makes all rounds longer, so seconds count next to
 a plain round's of the same warm-up, and each process times its candidates itself. Texts differ, so
-a process tries what earlier ones found slow at the cost of a first call. And what is left out of a
-process by earlier figures alone counts half as much in the next one, until it is tried again.
+a process tries what earlier ones found slow at the cost of a first call. What a process leaves out
+only because of earlier figures counts half as much in the next one, until it is tried again.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ WORSE, JUDGED = 0.8, 8
 """Speed over the fastest's below which a candidate of earlier processes is not compiled again, and
 rounds that have to show it."""
 MOST_OWN = 64.0
-"""Rounds of this process behind a mean that count against those of a run."""
+"""Rounds of this process in a mean that count against those of a run."""
 MOST_EARLIER = 32
 """Rounds of earlier processes that count of a tree which a process leaves out: half of them in the
 next one, so that the sixth one tries it whatever was kept."""
@@ -64,7 +64,7 @@ of 3 with 6 nodes emitted 2.7 to 5.1 on code and prose
 
 
 def guessed_tokens(tree: TreeConfig) -> float:
-    """A guess of what a round of a tree emits that nobody has seen."""
+    """A guess of what a round of a tree emits that has not run."""
     if not tree.widths:
         return FOUND if tree.num_levels else 1.0
     narrow = max(tree.widths) == 1
@@ -77,7 +77,7 @@ def guessed_tokens(tree: TreeConfig) -> float:
 def along_with(
     first: int, tokens: Sequence[float], trees: Sequence[TreeConfig], larger: Sequence[bool]
 ) -> list[float]:
-    """What rounds may emit in a text like those behind the figures of the tree that begins.
+    """What rounds may emit in a text like those that the first tree's figures are of.
 
     Means of several trees are of different texts: each ran where it was the fastest. So of the
     larger trees only what they may emit beyond the first one's is taken, which is a guess.
@@ -106,7 +106,7 @@ class KnownSpeeds:
         """What other processes had found by the first call of a kind."""
         self._worth: dict[tuple[str, tuple[Drafter, ...]], tuple[Drafter, ...]] = {}
         self._written: dict[str, int] = {}
-        """Rounds behind what this process has last written of a kind."""
+        """Rounds in what this process has last written of a kind."""
         self._seen: dict[str, frozenset[TreeConfig]] = {}
         """Trees of which this process has run rounds."""
         self._lock = Lock()
@@ -191,7 +191,7 @@ def _timed_together(
 
 
 def _faded(known: Sequence[TreeTiming], ran: Collection[TreeConfig]) -> tuple[TreeTiming, ...]:
-    """What is kept, less of what a process left out because of earlier figures alone.
+    """What is kept, less of what a process left out only because of earlier figures.
 
     Args:
       known: all figures of a kind of call.
@@ -217,7 +217,7 @@ class Settled:
     timings: tuple[TreeTiming, ...] = ()
     """What earlier calls of its kind have shown."""
     seen: frozenset[TreeConfig] = frozenset()
-    """Trees of which this process has shown it."""
+    """Trees that this process has shown it for."""
     kind: str | None = None
     """The kind of call; None where nothing is learnt."""
 
@@ -342,7 +342,7 @@ def kept_speeds(kind: str, found: Sequence[TreeTiming] | None = None) -> tuple[T
 
     Args:
       kind: of call.
-      found: what to write in their place; None to read alone.
+      found: what to write in their place; None to only read.
     """
     folder = cache_folder()
     if folder is None:

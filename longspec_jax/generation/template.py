@@ -6,7 +6,7 @@ loops or grows without end is ended by the operating system: a process that rend
 :data:`SECONDS` of a processor and :data:`BYTES` of memory, and holds nothing else. It renders one
 template after another. After one that met a bound it has ended, and the next call starts another.
 
-This file is also the program of these processes, which import jinja2 alone.
+This file is also the program of these processes, which import only jinja2.
 """
 
 import atexit
@@ -70,7 +70,7 @@ def _check_size(characters: int) -> None:
 
 
 def _process() -> subprocess.Popen[bytes]:
-    """A process that waits for a template, for this thread alone."""
+    """A process that waits for a template, only for this thread."""
     while _idle:
         try:
             process = _idle.pop()

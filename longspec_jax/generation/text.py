@@ -330,7 +330,7 @@ class TextEngine:
     _texts: dict[int, RowText] = field(default_factory=dict, init=False)
 
     def read(self, id: int, text: RowText | None) -> None:
-        """Have the tokens of a submitted request read as they come; None for tokens alone."""
+        """Have the tokens of a submitted request read as they come; None for tokens only."""
         if text is not None:
             self._texts[id] = text
 
@@ -343,7 +343,7 @@ class TextEngine:
         """Launch the next rounds and return new output; call it while :attr:`busy`.
 
         Args:
-          decode: whether rounds are launched, not prompts alone.
+          decode: whether rounds are launched, not only prompts.
         """
         outputs: list[RequestOutput] = []
         stopped = set[int]()  # In this step; of others the engine reports no more.
@@ -364,7 +364,7 @@ class TextEngine:
         if (own := self._texts.get(output.id)) is not None:
             try:
                 output, pieces = own.take(output)
-            except Exception as error:  # The tokenizer's, and this request's alone.
+            except Exception as error:  # The tokenizer's, and only this request's.
                 output = replace(output, finish="error", reason=reason_of(error))
             if output.finish is not None and not ended:
                 self.engine.cancel(output.id)

@@ -31,7 +31,7 @@ def can_precompile(plan: CallPlan) -> bool:
 def rehearse(plan: CallPlan, streams: bool, rounds: bool) -> RoundTimes:
     """Compile everything that a plan runs, and run a little of it.
 
-    Arguments as of :meth:`WarmShapes.prepare`.
+    Arguments as in :meth:`WarmShapes.prepare`.
 
     Returns:
       What a round of every candidate takes, at the context of the longest prompt.
@@ -97,7 +97,7 @@ class WarmShapes:
         """Make a short run if the plan's shape is new.
 
         Args:
-          rounds: whether it is decoded at all, and not prefilled alone.
+          rounds: whether it is decoded at all, and not only prefilled.
 
         Returns:
           The seconds of the short run, 0 without one, and what a round of every candidate takes.

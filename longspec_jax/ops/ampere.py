@@ -1,6 +1,6 @@
 """Instructions that every GPU from Ampere on has, for kernels of Mosaic GPU: copies and matmuls.
 
-A Hopper GPU's own instructions (:mod:`longspec_jax.ops.mosaic`) exist on 9.x alone. Those here,
+A Hopper GPU's own instructions (:mod:`longspec_jax.ops.mosaic`) exist only on 9.x. Those here,
 ``cp.async``, ``ldmatrix`` and ``mma.sync``, are the same on 8.x, 9.x, 10.x and 12.x, so one kernel
 serves all of them and can be tried on any.
 
@@ -75,7 +75,7 @@ def copy(source: Ref, at: tuple[Block, ...], target: Ref) -> None:
     def begin(context: _Lowered, source: _Lowered, target: _Lowered, *starts: _Lowered) -> None:
         index = ir.IndexType.get()
         first = [arith.index_cast(index, each.registers.item()) for each in starts]
-        # By name: Pallas' own copies take this one below 9.0 alone.
+        # By name: Pallas' own copies take this one only below 9.0.
         context.async_copy(
             src_ref=source,
             dst_ref=target,
@@ -247,7 +247,7 @@ def scatter(target: Ref, at: tuple[Block, ...], value: Array, there: Array, layo
 
     Args:
       target: in device memory.
-      at: the places, as of :func:`gather`.
+      at: the places, as in :func:`gather`.
       value: the numbers, of this layout.
       there: which of them are written; alike for those that lie side by side in a thread.
       layout: of the numbers.

@@ -128,7 +128,7 @@ def traced_once(*static: str) -> Callable[[Callable[Given, R]], Callable[Given, 
     every call is traced by itself, so that the compiler shards each as it does without.
 
     Args:
-      *static: names of the arguments that are no arrays.
+      *static: names of the arguments that are not arrays.
     """
 
     def decorate(function: Callable[Given, R]) -> Callable[Given, R]:
@@ -144,10 +144,10 @@ def traced_once(*static: str) -> Callable[[Callable[Given, R]], Callable[Given, 
 
 
 def differentiable_op(static: int) -> Callable[[Callable[Given, R]], Op[Given, R]]:
-    """The op that a function defines, of which every implementation has the definition's gradient.
+    """The op that a function defines. Every implementation has the definition's gradient.
 
     Args:
-      static: how many of the last arguments are no arrays.
+      static: how many of the last arguments are not arrays.
     """
 
     def decorate(definition: Callable[Given, R]) -> Op[Given, R]:

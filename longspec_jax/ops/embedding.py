@@ -11,7 +11,7 @@ from longspec_jax.ops.partitioned import partitioned, table_shares
 def look_up(
     table: Float[Array, "V D"], tokens: Int[Array | np.ndarray, "B T"]
 ) -> Float[Array, "B T D"]:
-    """The rows of the tokens, all of which the table has.
+    """The rows of the tokens. The table has all of them.
 
     Where a mesh cuts the vocabulary, every device reads the rows that its share has, and zeros of
     all other devices are added. Left to itself XLA gathers the table for a single token: on a GPU

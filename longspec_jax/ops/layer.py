@@ -187,7 +187,7 @@ def _require_heads(qkv: Array, mosaic: bool) -> None:
     rows = qkv.shape[0] * qkv.shape[1]
     require_decode_step("the kernel that splits heads", rows, qkv.dtype)
     if mosaic and qkv.shape[-1] % 16:
-        raise NotImplementedError(f"heads of {qkv.shape[-1]} numbers are no multiple of 16")
+        raise NotImplementedError(f"heads of {qkv.shape[-1]} numbers are not a multiple of 16")
 
 
 def wide_qk_norm(
@@ -256,7 +256,7 @@ def _append(
     length: Lengths,
     cache_rows: Lengths | None,
 ) -> CacheSlots:
-    """One layer's slots with its fresh rows, as of :func:`append_rows` without a ring."""
+    """One layer's slots with its fresh rows, as in :func:`append_rows` without a ring."""
 
     def write_row(slots: Array, fresh: Array, path: Array, at: Array) -> Array:
         rows = fresh[path].swapaxes(0, 1)
@@ -288,5 +288,5 @@ def _append_rows_kernel(
     dtype = jnp.bfloat16 if dtype == CODES else dtype
     require_decode_step("the kernel that appends rows", path.size, dtype)
     if mosaic and width % 8:
-        raise NotImplementedError(f"heads of {width} numbers are no multiple of 8")
+        raise NotImplementedError(f"heads of {width} numbers are not a multiple of 8")
     return _kernels(mosaic).append_rows(caches, fresh, path, length, cache_rows, ring=ring)

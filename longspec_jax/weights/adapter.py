@@ -179,7 +179,7 @@ def with_adapter(tensors: Tensors, folder: Path, stack: ExitStack, *, tied: bool
 
 
 def own_name(name: str) -> str:
-    """A tensor's name in a model of text alone, of one in a model around it."""
+    """A tensor's name in a text-only model, from its name in a model around that."""
     if name.startswith("model.language_model."):
         return name.replace("language_model.", "", 1)
     return name.removeprefix("language_model.")
@@ -325,7 +325,7 @@ def _parameter(
     names: Mapping[str, str],
     pairs: Mapping[str, Mapping[str, str]],
 ) -> str:
-    """The parameter of experts that a pair adapts: alone it has the module's name whichever."""
+    """The parameter of experts that a pair adapts; a pair alone has the module's name."""
     inner = f"{module}.base_layer"
     if inner in pairs and module in pairs:
         return GATE_UP if names is pairs[inner] else DOWN
@@ -406,7 +406,7 @@ def _is_saved(adapter: _Adapter, name: str, tensors: Tensors) -> bool:
 
 
 def _check_all_used(adapter: _Adapter, tensors: Tensors) -> None:
-    """Refuse an adapter of which something would be left out."""
+    """Refuse an adapter if some of it would be left out."""
     left = sorted(adapter.stored.keys() - adapter.used)
     if not left:
         return

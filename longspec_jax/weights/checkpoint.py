@@ -259,7 +259,7 @@ def _damaged(path: Path, reason: Exception | None = None) -> ValueError:
     return ValueError(
         f"{path} ({path.stat().st_size} bytes) is damaged, or holds more than tensors, which is "
         f"never loaded{words}; download it again if it is damaged, else take the model's "
-        "safetensors, or save its tensors alone"
+        "safetensors, or save only its tensors"
     )
 
 

@@ -152,7 +152,7 @@ def _raw_unrotated(config: TargetConfig) -> dict[str, Any]:
 
 
 def _layers_with_rotation(rotated: tuple[bool, ...], known: Fields) -> Fields:
-    """Layers of full attention, of which some have a rotation."""
+    """Layers of full attention, some of which have a rotation."""
     if all(rotated):
         return {}
     rotary = rotary_of(known)

@@ -22,7 +22,7 @@ CAPS: Keys = {
     "logit_cap": ("final_logit_softcapping", None),
 }
 GLOBAL_HEADS = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
-"""The keys of all layers' heads, and those of layers without a window alone (Gemma 4)."""
+"""The keys of all layers' heads, and those of only the layers without a window (Gemma 4)."""
 
 
 def _embedding(raw: JsonObject, known: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def read_gemma(raw: JsonObject, known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gemma2_dialect(raw: JsonObject) -> JsonObject:
-    """Null is no cap, and absent is a cap of 50 on scores and of 30 on logits."""
+    """Null means no cap, and absent means a cap of 50 on scores and of 30 on logits."""
     caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
     return JsonObject({**caps, **raw.values}, raw.origin)
 

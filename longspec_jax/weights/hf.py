@@ -130,7 +130,7 @@ def _stored(
 def target_bytes(
     source: str | Path, *, dtype: str, revision: str | None = None, packed: bool | None = None
 ) -> int:
-    """Bytes of a target's parameters as they are loaded; arguments as of :func:`load_target`."""
+    """Bytes of a target's parameters as they are loaded; arguments as in :func:`load_target`."""
     model = local_model(source, revision)
     raw = read_config(model)
     described = hf_config.target_config(raw, dtype)
@@ -170,7 +170,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _of_target(tensors: Tensors, raw: JsonObject, config: TargetConfig) -> Tensors:
-    """The tensors of the target alone, under its own names."""
+    """Only the tensors of the target, under its own names."""
     if beside := hf_config.wrapped(raw):
         tensors = {
             own_name(name): tensor
@@ -185,7 +185,7 @@ def _of_target(tensors: Tensors, raw: JsonObject, config: TargetConfig) -> Tenso
 def load_target_config(
     source: str | Path, *, dtype: str | None = None, revision: str | None = None
 ) -> TargetConfig:
-    """A target's configuration alone; arguments and errors as of :func:`load_target`."""
+    """Only a target's configuration; arguments and errors as in :func:`load_target`."""
     model = local_model(source, revision)
     raw = read_config(model)
     config = hf_config.target_config(raw, dtype)

@@ -70,7 +70,7 @@ def target_config(raw: JsonObject, dtype: str | None = None) -> TargetConfig:
 
         quantised = quantisation(raw)  # Refuses formats that are not read.
         if quantised is not None and quantised.experts and not family.names.stacked_experts:
-            rule = "has quant_method 'mxfp4', which is read of gpt-oss alone"
+            rule = "has quant_method 'mxfp4', which is read only for gpt-oss"
             raise raw.error("quantization_config", rule, OTHER_FORMAT)
     _check_model_type(raw, architecture)
     scaling = rope_scaling(raw, (*family.accepts, *INTERLEAVED))
@@ -108,7 +108,7 @@ def text_part(raw: JsonObject) -> JsonObject:
 
 
 def wrapped(raw: JsonObject) -> tuple[str, ...]:
-    """Patterns of the tensors besides those of the target; empty for a target alone."""
+    """Patterns of the tensors besides those of the target; empty if there is only a target."""
     names = raw.texts("architectures")
     return WRAPPERS.get(names[0], ()) if names else ()
 
@@ -192,7 +192,7 @@ def _max_positions(raw: JsonObject, scaling: RopeScaling) -> int:
 
     With linear scaling ``max_position_embeddings`` is the length before scaling, as transformers
     documents it; the Vicuna and LongChat files add the scaled length as ``max_sequence_length``.
-    With YaRN it may be either, because users add the scaling alone, as Qwen tells them.
+    With YaRN it may be either, because users add only the scaling, as Qwen tells them.
     """
     base = raw.whole("max_position_embeddings")
     if isinstance(scaling, YarnRopeScaling):

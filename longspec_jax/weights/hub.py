@@ -19,7 +19,7 @@ _PICKLES = ("pytorch_model*.bin", "draft_model_weights.pth", MEDUSA_FILES[1])
 
 
 def local_folder(source: str | Path, revision: str | None = None) -> Path:
-    """The folder that holds a model; arguments and errors as of :func:`local_model`.
+    """The folder that holds a model; arguments and errors as in :func:`local_model`.
 
     Raises:
       NotADirectoryError: also for a GGUF file.
@@ -73,7 +73,7 @@ def local_model(source: str | Path, revision: str | None = None) -> Path:
     name = str(source)
     if "://" in name:
         owner_and_model = "/".join(name.split("/")[3:5]) or "owner/model"
-        raise FileNotFoundError(f"{name} is an address; name the model alone: {owner_and_model}")
+        raise FileNotFoundError(f"{name} is an address; name only the model: {owner_and_model}")
     parts = name.split("/")
     names_file = len(parts) == 3 and name.endswith(SUFFIX)
     if (len(parts) != 2 and not names_file) or name.startswith((".", "/", "~")):

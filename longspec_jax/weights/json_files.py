@@ -129,7 +129,7 @@ class JsonObject:
     def made(
         self, kind: type[C], keys: Keys, more: Mapping[str, object] = {}, who: str = "the file"
     ) -> C:
-        """A dataclass of the fields that the file has, as of :meth:`fields`, and of more."""
+        """A dataclass of the fields that the file has, as in :meth:`fields`, and of more."""
         return self.build(kind, {**self.fields(kind, keys, who), **more}, keys)
 
     def build(self, make: Callable[..., C], fields: Mapping[str, object], keys: Keys) -> C:

@@ -1,4 +1,4 @@
-"""Layers that are no plain ones in a ``config.json``: mixtures of experts, and recurrences.
+"""Layers that are not plain in a ``config.json``: mixtures of experts, and recurrences.
 
 Of Qwen's sparse families a layer has experts unless ``mlp_only_layers`` names it or
 ``decoder_sparse_step`` leaves it out. Of gpt-oss all layers have them. In Qwen's hybrids

@@ -192,7 +192,7 @@ def write_model(
 
     Args:
       raw: the ``config.json``.
-      more: tensors that are no parameters, by their stored names.
+      more: tensors that are not parameters, by their stored names.
 
     Raises:
       ValueError: if the parameters are not those of the table, or are not finite.

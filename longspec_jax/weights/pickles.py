@@ -160,7 +160,7 @@ class _Reader(pickle._Unpickler):
     def _set(self, found: list[Any]) -> None:
         """Put values under their names: a key of nested tuples may take for ever to hash."""
         if not all(isinstance(name, str) for name in found[::2]):
-            raise pickle.UnpicklingError("a key is no text")
+            raise pickle.UnpicklingError("a key is not a text")
         self.stack[-1].update(zip(found[::2], found[1::2], strict=True))
 
     def _set_one(self) -> None:
@@ -185,7 +185,7 @@ class _Reader(pickle._Unpickler):
         if module == "torch" and name in STORAGES:
             return STORAGES[name]
         if (module, name) not in known:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no tensor")
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is not a tensor")
         return known[module, name]
 
     def persistent_load(self, pid: object) -> Storage:

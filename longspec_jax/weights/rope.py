@@ -103,7 +103,7 @@ def layer_types(raw: JsonObject, usual: Sequence[str], other: str) -> list[str]:
 
 
 def sliding_types(config: TargetConfig) -> list[str]:
-    """The inverse, of layers of which some have a window."""
+    """The inverse, for layers some of which have a window."""
     return [FULL if kind.window is None else SLIDING for kind in config.layers]
 
 
@@ -216,7 +216,7 @@ def check_rotary_keys(raw: JsonObject, used: Collection[str], what: str) -> None
 
 
 def inner_layers(raw: JsonObject, key: str) -> JsonObject:
-    """The object inside a file that describes its layers, and alone says how they rotate."""
+    """The object inside a file that describes its layers; only it states how they rotate."""
     check_rotary_keys(raw, (), f"a file whose layers are in {key}")
     return raw.part(key)
 
@@ -312,6 +312,6 @@ def raw_rope(rotary: Rotary, head_width: int) -> dict[str, Any]:
     if kind == "longrope":
         raw[_ORIGINAL] = entry.pop(_ORIGINAL)
     if kind == "proportional":
-        # transformers 4 does not know it: there is the newer dialect alone.
+        # transformers 4 does not know it: there is only the newer dialect.
         return raw | {"rope_parameters": {"rope_type": kind, **raw}}
     return raw | {"rope_scaling": {"rope_type": kind, **entry}}

@@ -29,7 +29,7 @@ SWITCH = "sliding_window"
 
 
 def without_windows(raw: JsonObject, family: Family) -> JsonObject:
-    """The file with the heads and the rotation of the layers without a window alone.
+    """The file with the heads and the rotation of only the layers without a window.
 
     Raises:
       ValueError: if it says more of its layers than is computed, or gives a base twice.

@@ -48,7 +48,7 @@ def test_quantised_weights_on_a_mesh(tmp_path: Path) -> None:
     status, rows = rows_of(tmp_path / "rows.json", *options)
     assert status == 0 and {row["differing_tokens"] for row in rows} == {0}
     assert {row["dtype"] for row in rows} == {"weights int4, activations float32"}
-    with pytest.raises(ValueError, match="of random weights alone; demo has its own"):
+    with pytest.raises(ValueError, match="is only for random weights; demo has its own"):
         match.load("demo", "float32", "fp8")
 
 
@@ -145,7 +145,7 @@ def test_every_token_that_differs_counts() -> None:
     assert [row["new_tokens"] for row in rows] == [3, 2, 1]
 
 
-def test_the_hierarchy_proposes_chains_alone() -> None:
+def test_the_hierarchy_proposes_only_chains() -> None:
     chain, tree = TreeConfig((1, 1)), TreeConfig((2, 2))
     found = [*match.cases(["hierarchy", "ngram"], [chain, tree])]
     assert [name for name, _ in found] == ["hierarchy", "ngram", "ngram", "plain"]

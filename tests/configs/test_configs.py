@@ -95,7 +95,7 @@ def test_a_target_has_one_name() -> None:
 
 
 @each_row("variant", ["draft", "eagle3", "dflash", "small_lm"])
-def test_the_demos_draft_alone_is_for_its_target(variant: str) -> None:
+def test_the_demos_draft_by_itself_is_for_its_target(variant: str) -> None:
     config = load("demo", variant)
     assert config.pretraining is None and config.target == str(demo_target())
     if variant != "small_lm":
@@ -199,7 +199,7 @@ def test_all_stages_are_those_that_have_runs_of_their_own(name: str) -> None:
 @pytest.mark.full
 @each_row("name", PAPER)
 def test_every_target_has_an_eagle3_draft(name: str) -> None:
-    """Of conversations in the target's own format, whose answers alone are learned."""
+    """Of conversations in the target's own format; only their answers are learned."""
     config = load(name, "eagle3")
     [stage] = config.stages
     assert isinstance(config.draft, Eagle3Settings) and config.draft.steps == 7

@@ -284,7 +284,7 @@ def dense(config: TargetConfig, params: Any, tokens: jax.Array, recur: Any = Non
 def assert_rows_come_and_go(target, drafter, params, tokens, lengths, req, plain) -> None:
     """Five requests in two slots, one of them cancelled, have the texts of plain decoding.
 
-    The first prompt returns, with the chunks that the host kept; slots alone share nothing.
+    The first prompt returns, with the chunks that the host kept; slots by themselves share nothing.
     """
     sizes: Any = dict(slots=2, capacity=128, chunks=(8,), stop_width=1)
     engine = engine_with(target, [drafter], params, **sizes, prefixes=True, host_bytes=1 << 20)

@@ -105,7 +105,7 @@ def test_adjusted_text_is_that_of_plain_decoding_and_of_transformers(options: An
 NEUTRAL = ((1.0,) * 3, (0.0,) * 3, (0.0,) * 3, [NO_BIAS] * 3)
 
 
-def test_a_draft_of_some_tokens_sees_their_adjustments_alone() -> None:
+def test_a_draft_of_some_tokens_sees_only_their_adjustments() -> None:
     """What it ranks are the target's scores of the committed tokens, of its vocabulary."""
     options = AdjustmentOptions.of([1.5, 1.0], [0.4, 0.0], [0.25, 1.0], [{1: 2.0}, NO_BIAS])
     tokens, kept = np.asarray([[1, 3, 9], [2, 2, 5]]), np.asarray([1, 2, 5, 9])

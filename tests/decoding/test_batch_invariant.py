@@ -102,7 +102,7 @@ def test_the_kernels_serve_one_gpu(fields: dict[str, Any], hopper: None) -> None
     assert [is_chosen(target, wanted) for wanted in (True, None, False)] == [True, True, False]
 
 
-def test_what_was_not_compared_yet_is_taken_by_name_alone(hopper: None) -> None:
+def test_what_was_not_compared_yet_is_taken_only_by_name(hopper: None) -> None:
     windows = dict(kinds=(LayerConfig(Rotary(), 18), LayerConfig(Rotary())), pattern=(0, 1))
     mesh = make_mesh(data=2).abstract_mesh
     for fields in (dict(head_width=256), windows, dict(attention_sinks=True)):
@@ -119,8 +119,8 @@ def test_what_was_not_compared_yet_is_taken_by_name_alone(hopper: None) -> None:
 @each_row(
     ("fields", "reason"),
     [
-        (dict(head_width=96), "head width 96 is none of 64, 128, 256"),
-        (dict(head_width=256, kv_dtype="fp8"), "256 is none of 64, 128, which .* in 8 bits"),
+        (dict(head_width=96), "head width 96 is not one of 64, 128, 256"),
+        (dict(head_width=256, kv_dtype="fp8"), "256 is not one of 64, 128, which .* in 8 bits"),
         (dict(mlp_width=200), "weights in multiples of 32, not 200"),
         (dict(model_width=160), "weights in multiples of 64, not 160"),
         (experts(shared=64), "no kernel for a shared expert"),
@@ -128,7 +128,7 @@ def test_what_was_not_compared_yet_is_taken_by_name_alone(hopper: None) -> None:
         (experts(width=20), "weights in multiples of 64, not 20"),
         (experts(count=12), "vocabularies in multiples of 8, not 12"),
         (dict(kinds=(LayerConfig(Rotary(), 17),), pattern=(0, 0)), "17 tokens is smaller than 18"),
-        (dict(kinds=(WIDER, LayerConfig(Rotary())), pattern=(0, 1)), "head width 512 is none"),
+        (dict(kinds=(WIDER, LayerConfig(Rotary())), pattern=(0, 1)), "head width 512 is not one"),
         (dict(value_norm=True), "not made for a second embedding, norms of values, or experts"),
     ],
 )
@@ -151,7 +151,7 @@ def test_other_gpus_take_them_by_name(hopper: None, monkeypatch: pytest.MonkeyPa
         assert is_chosen(target, True) and not is_chosen(target, None)
         assert is_chosen(with_fields(attention_sinks=True, attention_cap=50.0), True)
     for other in (narrow, sparse):
-        assert_refused(other, "a cache in 8 bits on Hopper GPUs alone")
+        assert_refused(other, "a cache in 8 bits only on Hopper GPUs")
     monkeypatch.setattr(hardware, "compute_capability", lambda: (7, 5))
     assert_refused(target, r"needs compute capability 8\.0 or newer")
 
@@ -285,7 +285,7 @@ def test_one_order_needs_no_triton() -> None:
 
 
 @pytest.mark.skipif(not hardware.mosaic_is_supported(), reason="the kernels need jax 0.11 or newer")
-def test_a_layer_of_experts_is_kernels_alone(hopper: None) -> None:
+def test_a_layer_of_experts_is_only_kernels(hopper: None) -> None:
     """Queries, attention and its output, router, experts and the LM head."""
     fields = experts() | dict(pattern=(0,), num_layers=1, mlp_width=100)
     model = batch_invariant.choose_kernels(with_fields(**fields), True)

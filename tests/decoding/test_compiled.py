@@ -85,7 +85,7 @@ def compiled_loop(
 def assert_nothing_grows(
     compiled: jax.stages.Compiled, copied: int, scores: int = 0, config: TargetConfig = CONFIG
 ) -> None:
-    """No copy of the cache of ``copied`` rows, and temporary memory of these float32 scores alone.
+    """No copy of the cache of ``copied`` rows, and temporary memory of only these float32 scores.
 
     A quarter of a byte a position is what a program may take besides, whatever the capacity.
     """

@@ -32,7 +32,7 @@ def spec(tmp_path, monkeypatch):
 
 
 def added(number: int):
-    """A function of its own, so that nobody has compiled it before."""
+    """A separate function, so that it was not compiled before."""
     return jax.jit(lambda x: x + number)
 
 

@@ -120,7 +120,7 @@ def test_neither_order_policy_nor_prefills_at_once_change_a_token(single: list[n
 
 
 def test_greedy_requests_run_programs_without_noise_or_sort() -> None:
-    """The kind of a launch is that of the live rows alone."""
+    """The kind of a launch is that of only the live rows."""
     engine = open_engine()
     launches = launched(engine)
     greedy = SamplingKind.GREEDY

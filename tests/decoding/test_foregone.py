@@ -74,7 +74,7 @@ def test_a_joined_tree_shows_what_its_parts_are_worth() -> None:
 
 
 def test_a_smaller_budget_or_beam_keeps_the_likeliest_nodes() -> None:
-    """Of a root with three children, of which the last is the likeliest, and one below each."""
+    """Of a root with three children, the last of which is the likeliest, and one below each."""
     trees = candidates("3,3@7", "3,3@3", "2,2@5", "1,1@3")
     parents = jnp.asarray([[-1, 0, 0, 0, 1, 2, 3]])
     mask = jnp.asarray(
@@ -147,7 +147,7 @@ def test_a_larger_tree_moves_along_with_the_one_that_runs() -> None:
 
 @pytest.mark.parametrize(("alone", "leader"), [(3.6, 1), (1.5, 2)])
 def test_a_candidate_is_chosen_by_what_other_rounds_show_of_it(alone: float, leader: int) -> None:
-    """Plain decoding, lookup alone and a joined tree, of which the last one runs."""
+    """Plain decoding, lookup alone and a joined tree; the last one runs."""
     shown = (True, False, False), (True, True, False), (True, True, True)
     policy = FastestWithinBudget.timed((1.0, 1.3, 2.2), (1.0, 1.3, 3.2), shows=shown)
     for _ in range(3):

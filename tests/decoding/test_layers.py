@@ -189,7 +189,7 @@ def test_nor_does_a_cache_in_the_hosts_memory(family: Family, kinds: str) -> Non
 @pytest.mark.full
 @pytest.mark.parametrize("family", [WINDOWS, GEMMA4, RECURRENT], ids=str)
 def test_rows_that_come_and_go_share_prefixes_by_the_hosts_memory(family: Family) -> None:
-    """Five requests in two slots, one of them cancelled. Slots alone share nothing.
+    """Five requests in two slots, one of them cancelled. Slots by themselves share nothing.
 
     The first prompt returns with the chunks that the host kept, and the window or the states after
     them.

@@ -212,7 +212,7 @@ RETRIEVED = {
     ),
     "quest-end": PartialVerifier(NARROW, Quest(CONFIG, FEW), TreeConfig.parse("chain:4/3,4,2@10")),
 }
-"""Budgets that are no power of two, chains that are no whole number of rounds."""
+"""Budgets that are not a power of two, chains that are not whole rounds."""
 PARTIAL = {
     "streaming": StreamingDrafter(TreeConfig((3, 2)), SHORT),
     "hierarchy": PartialVerifier(NARROW, SHORT, TreeConfig((1,) * 6)),

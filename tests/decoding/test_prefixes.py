@@ -102,7 +102,7 @@ def test_what_a_draft_needs_bounds_what_is_reused() -> None:
     """At least the last token's chunk is run, for its logits."""
     reusable = [most_reusable(NOTHING, length, 8) for length in (1, 8, 9, 16, 17)]
     assert reusable == [0, 0, 1, 1, 2]
-    assert most_reusable(Needs(), 33, 8) == 4, "tokens alone are known"
+    assert most_reusable(Needs(), 33, 8) == 4, "only tokens are known"
     quest = PartialVerifier(
         STREAMING, Quest(CONFIG, BlockBudget(32, 8, 8, 8)), TreeConfig((1, 1, 1, 1))
     )
@@ -112,7 +112,7 @@ def test_what_a_draft_needs_bounds_what_is_reused() -> None:
     ]
     sinks = Needs(hidden=(0,), recent=2, first=9)
     assert most_reusable(sinks, 33, 8) == 3 and run_again(sinks, 8) == 2
-    assert run_again(Needs(recent=2, first=9), 8) == 0, "tokens alone are known"
+    assert run_again(Needs(recent=2, first=9), 8) == 0, "only tokens are known"
     shown = [concerns(sinks, np.array([33]), offset, 8) for offset in range(0, 40, 8)]
     assert shown == [True, True, False, True, True]
 
@@ -129,7 +129,7 @@ def test_warm_text_is_cold_text(slots: int) -> None:
     engine = open_engine(slots=slots, prefixes=True)
     texts, cached = serve_in_turn(engine, prompts)
     assert_same(texts, cold(prompts))
-    # One slot knows the last prompt alone. Of three, the two prompts that go on from the first
+    # One slot knows only the last prompt. Of three, the two prompts that go on from the first
     # take its slot and an empty one.
     assert cached == ([0, 16, 16, 0, 0, 8, 8] if slots == 1 else [0, 16, 16, 0, 24, 8, 16])
     assert engine.status.prefix_hits == sum(cached)

@@ -1,4 +1,4 @@
-"""Draws follow the target's distribution, and their noise depends on seed and position alone."""
+"""Draws follow the target's distribution, and their noise depends only on seed and position."""
 
 from functools import partial
 
@@ -84,7 +84,7 @@ def test_draws_at_different_positions_are_independent() -> None:
     np.testing.assert_allclose(joint, 1 / 9, atol=0.012)
 
 
-def test_noise_depends_on_seed_and_position_alone() -> None:
+def test_noise_depends_only_on_seed_and_position() -> None:
     s = sampling(3, 1.0)
     together = noise(s, jnp.array([[3, 8], [3, 8], [9, 3]]), VOCABULARY)
     alone = noise(jax.tree.map(lambda leaf: leaf[2:], s), jnp.array([[3]]), VOCABULARY)

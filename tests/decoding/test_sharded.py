@@ -136,7 +136,7 @@ def test_a_mesh_decodes_the_same_tokens(
     expected = tokens_of(many_rounds(*start(drafter, *tables)), drafter)
     assert list(map(len, expected)) == [8, 8]
     interpret_layer_ops(monkeypatch)
-    # The kernels of the tree are shared out over rows too, the others over heads alone.
+    # The kernels of the tree are shared out over rows too, the others only over heads.
     mesh = make_mesh(tp=2, data=2 if drafter is longspec else 1)
     # A span's kernel alone is on a mesh in tests/ops/test_partitioned.py: to interpret all those of
     # partial passes takes ten seconds more.

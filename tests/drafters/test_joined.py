@@ -48,7 +48,7 @@ def model_tree(seed: int, batch: int = 3, vocabulary: int = 4) -> Tree:
 
 
 def looked_up(seed: int, batch: int = 3, vocabulary: int = 4) -> Tree:
-    """Continuations of places, some of which begin alike; some are none."""
+    """Continuations of places, some of which begin alike; some places have none."""
     random = np.random.default_rng(seed)
     tokens = jnp.asarray(random.integers(0, vocabulary, (batch, PLACES, LEVELS)), jnp.int32)
     totals = np.cumsum(np.log(random.uniform(0.2, 1, tokens.shape)), axis=2)

@@ -154,7 +154,7 @@ def test_a_draft_in_8_bits_proposes_what_its_rounded_weights_do() -> None:
         np.testing.assert_allclose(ours, theirs, atol=2e-4)
 
 
-def test_of_what_was_selected_a_draft_reads_that_alone() -> None:
+def test_a_draft_reads_only_what_was_selected() -> None:
     """As if nothing else had been cached; and all of it where the selection lies in the cache."""
     lengths = np.array([17, 9], np.int32)
     params, view, tokens = _setup(lengths)
@@ -257,7 +257,7 @@ def test_drafts_of_large_vocabularies_propose_what_was_merged_first(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And what a row's text holds: where it pays, and nobody names a number."""
+    """And what a row's text holds: where it pays, and no number is named."""
 
     class Tokenizer:
         backend_tokenizer = property(lambda self: self)

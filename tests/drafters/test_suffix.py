@@ -87,7 +87,7 @@ def test_counts_by_search(own: bool) -> None:
 
 
 def test_no_path_crosses_from_text_to_text() -> None:
-    """A match of two texts side by side is none, and what follows the end of one is nothing."""
+    """No match spans two texts side by side, and nothing follows the end of one."""
     tree = proposed([[7, 8], [5, 7], [8, 9, 6, 5]])
     assert paths(tree, 0).keys() == {(), (9,), (9, 6), (9, 6, 5)}
     assert paths(tree, 1).keys() == {(), (8,)}

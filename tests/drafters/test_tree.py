@@ -200,7 +200,7 @@ def oracle(belief: jax.Array, row: int) -> tuple[set[tuple[int, ...]], int]:
 
 @each_row("seed", range(2))
 def test_a_row_ends_with_the_level_that_adds_too_little(seed: int) -> None:
-    """Each for itself; what is not grown is an orphan that sees itself alone."""
+    """Each by itself; a node that is not grown is an orphan that sees only itself."""
     belief = noise(seed)
     config = TreeConfig(WIDTHS, BUDGET, THRESHOLD)
     tree = searched(belief, config)

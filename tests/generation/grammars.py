@@ -238,7 +238,7 @@ class Counts:
     different_alone: int = 0
     """Rows whose text is not that which they have without the others."""
     different_neighbours: int = 0
-    """Rows without a grammar whose text is not that which they have alone."""
+    """Rows without a grammar whose text differs from the one that they have alone."""
     restarts: int = 0
     """Of the engine."""
 

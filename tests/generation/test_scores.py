@@ -149,7 +149,7 @@ def test_what_the_host_cannot_hold_is_refused_before_anything_runs(
     scores.check_host(2, request, 17)
 
 
-def test_they_are_options_of_generate_alone(spec: LongSpec) -> None:
+def test_they_are_options_of_generate_only(spec: LongSpec) -> None:
     with pytest.raises(NotImplementedError, match="generate.. itself takes output_scores="):
         spec.stream([1, 2], output_scores=True)  # pyright: ignore[reportCallIssue] - refused
     wrong: Any = "yes"

@@ -52,7 +52,7 @@ def spec():
 
 
 def told(spec, prompts: Any = PROMPT, **options) -> tuple[Any, list[Tuned]]:
-    """The result of a call, and what it said that it begins with."""
+    """The result of a call, and what it reported to begin with."""
     found: list[Any] = []
     result = spec.generate(prompts, **{**OPTIONS, **options}, on_activity=found.append)
     return result, [activity for activity in found if isinstance(activity, Tuned)]
@@ -153,7 +153,7 @@ def test_lookup_alone_weighs_its_trees_by_the_seconds_of_the_warm_up(spec) -> No
     warm, ready = settled.plan, settled.weighing(times)
     assert np.asarray(warm.params.costs).tolist() == [1.0, 0.0], "the warm-up runs whole trees"
     assert np.asarray(ready.params.costs).tolist() == [1.125, 1.5]
-    # What nobody has seen is guessed: of three levels two tokens, and 2.6 of a chain with lookup,
+    # What has not run is guessed: of three levels two tokens, and 2.6 of a chain with lookup,
     # whose rounds take 2.4 plain ones of SmolLM2 on two processors.
     rows = (2.7, 1.125, 2), (1.2, 1.125, 1), (2.7, 1.25, 0), (2.4, 1.125, 1), (2.4, 1.25, 1)
     for model, unverified, first in rows:
@@ -170,7 +170,7 @@ def test_lookup_alone_weighs_its_trees_by_the_seconds_of_the_warm_up(spec) -> No
     assert begun.tree in [use.tree for use in result.stats.trees]
 
 
-def test_a_tree_of_lookup_is_that_of_drafts_that_look_up_alone(spec) -> None:
+def test_a_tree_of_lookup_is_that_of_drafts_that_only_look_up(spec) -> None:
     alone = dataclasses.replace(spec, draft=(NgramDraft(),))
     result = alone.generate(PROMPT, tree="none@6~5", **OPTIONS)
     assert [str(use.tree) for use in result.stats.trees] == ["8,8,8,8,8@6"]

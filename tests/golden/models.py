@@ -1,6 +1,6 @@
 """Tiny random models of many kinds, as folders that any version loads.
 
-Written once, where a recording begins. A comparison reads the folders alone.
+Written once, where a recording begins. A comparison only reads the folders.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""The arguments of the decode command: all that is refused without a model, and how it is said."""
+"""The arguments of the decode command: all that is refused without a model, and in which words."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ REFUSED = {
     # Trees.
     "--tree=4,4@0": "--tree: a tree budget counts the root and must be whole "
     "and at least 1 node, got 0",
-    "--tree=4,4@1": "--tree: the tree 4,4@1 verifies the root alone, which the target "
+    "--tree=4,4@1": "--tree: the tree 4,4@1 verifies only the root, which the target "
     "knows already; use the tree none",
     **{
         f"--tree={text}": f"--tree: '{text}' must be the widths of a tree"
@@ -116,7 +116,7 @@ REFUSED = {
 
 @each_row("typed", REFUSED)
 def test_refused_on_one_line_before_anything(typed, capsys) -> None:
-    """Without loading jax, on standard error alone."""
+    """Without loading jax, only on standard error."""
     assert decode.main(typed.split(" ")) == 2
     printed = capsys.readouterr()
     [line] = printed.err.splitlines()
@@ -182,7 +182,7 @@ def parsed(*typed: str):
 
 
 def test_the_tree() -> None:
-    """What nobody names is the library's to choose."""
+    """What is not named, the library chooses."""
     assert parsed().tree is None
     assert parsed("--tree=none").tree == PLAIN
     assert parsed("--tree=4,5").tree == TreeConfig((4, 5))

@@ -175,7 +175,7 @@ def test_batch_rows_equal_lone_runs(folders, tmp_path) -> None:
     assert lone["rows"][0]["tokens"] == found["rows"][0]["tokens"]
 
 
-def test_json_on_standard_output_is_json_alone(folders, capsys) -> None:
+def test_json_on_standard_output_is_only_json(folders, capsys) -> None:
     argv = ["--prompt=ab", "--tree=none", "--json=-", "--max_new_tokens=3"]
     assert decode.main([*without_tree(folders), *argv]) == 0
     printed = capsys.readouterr()
@@ -325,7 +325,7 @@ def test_only_a_folder_of_ones_own_keeps_programs(
         os.umask(umask)
     monkeypatch.setenv("LONGSPEC_CACHE", str(named))
     for work in (keep_programs, cache_folder, lambda: keep_programs(named)):
-        with pytest.raises(ValueError, match=r"mode 777\): what others put .* not there yet"):
+        with pytest.raises(ValueError, match=r"mode 777\): what others put .* does not exist"):
             work()
     named.chmod(0o700)
     if os.geteuid() == 0:

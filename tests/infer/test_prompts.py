@@ -141,7 +141,7 @@ def test_batch_file(tmp_path) -> None:
     ]
 
 
-def test_lines_of_a_batch_end_with_a_line_feed_alone(tmp_path) -> None:
+def test_lines_of_a_batch_end_only_with_a_line_feed(tmp_path) -> None:
     """Unicode's other line ends may stand in a JSON string; a carriage return is white space."""
     path = tmp_path / "batch.jsonl"
     texts = ["a\u2028b", "c\u0085d", "e\u2029f\x1cg"]

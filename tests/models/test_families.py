@@ -31,7 +31,7 @@ from train.target import run_target
 pytestmark = pytest.mark.full
 
 MIXED = "ministral", "gemma2", "gemma3_text", "gemma4_text", "olmo3", "gpt_oss"
-"""Types of models of which some layers have windows."""
+"""Types of models with windows in some layers."""
 PROMPT, CHUNK = 44, 11
 """Longer than the range before a scaling, which is 16 or 32 tokens."""
 TOLERANCE = 1e-4
@@ -83,7 +83,7 @@ def _check_cached(model, config, cache, tokens):
     with torch.no_grad():
         theirs = model(torch.from_numpy(tokens), use_cache=True).past_key_values
     layer = config.layer(config.read_layer)
-    # A window's are a ring, and channels of which some are not rotated are in another order.
+    # A window's are a ring, and channels are in another order where some are not rotated.
     if layer.window is None and config.rotary.block is None:
         theirs, end = theirs.layers[config.read_layer], tokens.shape[1]
         for ours, expected in (cache.keys, theirs.keys), (cache.values, theirs.values):

@@ -19,7 +19,7 @@ class Mutation:
     """Occurs once in the file."""
     new: str
     tests: list[str]
-    """Files, or single tests, of which one must fail."""
+    """Files, or single tests, one of which must fail."""
 
     def check_fits(self, root: Path = ROOT) -> None:
         """Raise if the text is not there exactly once, or a test file is missing."""

@@ -42,7 +42,7 @@ def test_the_page_names_what_every_op_takes() -> None:
 @pytest.mark.slow
 @each_row("capability", gpus.GPUS)
 def test_what_is_chosen_can_run(capability: gpus.Capability) -> None:
-    """Hopper's instructions are on 9.x alone, and all of our kernels need Ampere's."""
+    """Hopper's instructions are only on 9.x, and all of our kernels need Ampere's."""
     taken = gpus.taken(capability)
     mosaic = mosaic_is_supported() and capability >= AMPERE
     hopper = capability[0] == HOPPER[0] and mosaic

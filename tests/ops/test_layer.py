@@ -106,7 +106,7 @@ def test_append_rows_kernel(interpret: bool, dtype: str, monkeypatch: pytest.Mon
                 expected[b, :, int(length[b]) + step] = rows[b, int(path[b, step])]
         np.testing.assert_array_equal(ours, expected)
         np.testing.assert_array_equal(theirs, expected)
-    # The same rows among others, which nobody writes to.
+    # The same rows among others, which are not written.
     among = [normal(20 + seed, 5, 3, 19, 24, dtype=dtype) for seed in range(3)]
     there = jnp.asarray([4, 1])
     among = [every.at[there].set(cache) for every, cache in zip(among, caches, strict=True)]

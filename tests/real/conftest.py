@@ -8,6 +8,6 @@ from typing import Any
 
 
 def pytest_configure(config: Any) -> None:
-    """Before the first program of a run of these tests alone."""
+    """Before the first program, in a run of only these tests."""
     if config.getoption("markexpr").startswith("real"):
         os.environ["XLA_FLAGS"] = ""

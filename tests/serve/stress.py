@@ -78,7 +78,7 @@ def alone(port: int, seed: int) -> str:
     for _ in range(20):
         if isinstance(found := text_of(port, seed), str):
             return found
-    raise RuntimeError(f"the server answers {found} to a small request that it alone has")
+    raise RuntimeError(f"the server answers {found} to a small request, the only one it has")
 
 
 def hostile_bodies(draw: random.Random) -> bytes:

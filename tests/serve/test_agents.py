@@ -222,7 +222,7 @@ def test_refusals_name_the_field(server: Client) -> None:
         ),
         (
             "tool_choice",
-            "is none of tools (weather, now)",
+            "is not one of tools (weather, now)",
             {"tool_choice": function("w")},
         ),
         ("tool_choice", "must be one of none, auto, required", {"tool_choice": "any"}),
@@ -245,7 +245,7 @@ def test_refusals_name_the_field(server: Client) -> None:
             "messages[0].tool_calls[0].function.arguments='[1]' must be the text of a JSON object",
             {"messages": [with_arguments("[1]")]},
         ),
-        ("messages", "an assistant's message alone", {"messages": [{**assistant, "role": "user"}]}),
+        ("messages", "only an assistant's message", {"messages": [{**assistant, "role": "user"}]}),
         ("chat_template_kwargs", "'color'", {"chat_template_kwargs": {"color": 1}}),
         ("chat_template_kwargs", "'message.role'", {"chat_template_kwargs": {"message.role": 1}}),
         ("chat_template_kwargs", "another field says", {"chat_template_kwargs": {"tools": 1}}),

@@ -120,7 +120,7 @@ def said_first(spec: LongSpec, *typed: str) -> str:
 
 
 def test_the_first_line_names_all_drafters_and_all_trees() -> None:
-    """The tallest tree may be that of the lookup alone, as the demo's is."""
+    """The tallest tree may be that of lookup alone, as the demo's is."""
     joined = dataclasses.replace(toy_spec(), draft=(*toy_spec().drafts, NgramDraft()))
     candidates = [str(use.tree) for use in planned_engine(joined, max_len=64, slots=1).trees]
     assert len(candidates) > 1

@@ -251,7 +251,7 @@ def test_bodies_that_wait_to_be_tokenised_are_bounded(
             assert working.wait(30)
             response, _ = server.answer("POST", path, body)
             assert response.status == 429 and response.getheader("retry-after"), name
-            if path != "/v1/completions":  # Which wait for nobody who only converts texts.
+            if path != "/v1/completions":  # Which do not wait for conversions.
                 assert server.post("/v1/completions", prompt="ab", max_tokens=1)[0] == 200
             going.set()
             assert first.result()[0] == 200

@@ -76,7 +76,7 @@ def test_what_one_client_is_told_does_not_depend_on_the_others_text(secret: list
 
 
 @pytest.mark.full
-def test_an_operator_may_let_requests_share_and_rounds_then_show_accepted_tokens_alone(
+def test_an_operator_may_let_requests_share_and_rounds_then_show_only_accepted_tokens(
     secret: list[int],
 ) -> None:
     spec = suffix_spec(shared=True)
@@ -103,7 +103,7 @@ def test_rows_of_one_call_share_and_those_of_an_engine_do_not() -> None:
         assert around.apart.shares_texts is (inner is shared)
 
 
-def test_prompts_are_found_again_by_the_same_key_and_salt_alone() -> None:
+def test_prompts_are_found_again_only_by_the_same_key_and_salt() -> None:
     def cached(client: Client, **more: Any) -> int:
         _, body = client.post("/v1/completions", prompt=[3, 4, 5, 6] * 20, **ASKED, **more)
         return body["usage"]["prompt_tokens_details"]["cached_tokens"]

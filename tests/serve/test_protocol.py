@@ -208,7 +208,7 @@ BOTH = TEXTS + CHATS
         (BOTH, {"top_k": 1.5}, "top_k=1.5 must be a whole number from -1"),
         (BOTH, {"longspec": 1}, "longspec=1 must be an object with named fields"),
         (BOTH, {"longspec": {"round": True}}, "unknown field 'round' of longspec; did you mean"),
-        (BOTH, {"longspec": {"tree": "4,4"}}, "is none of this server's trees, none, chain:3; nam"),
+        (BOTH, {"longspec": {"tree": "4,4"}}, "is not one of this server's trees, none, chain:3"),
         (BOTH, {"longspec": {"tree": "4,x"}}, "longspec.tree='4,x': "),
         (BOTH, {"longspec": {"drafter": "x"}}, "is not this server's, script"),
         (BOTH, {"stop": 5}, "stop=5 must be text, or a list of texts, none empty"),

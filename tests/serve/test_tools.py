@@ -85,7 +85,7 @@ def told(
     marks: bool = True,
     tokens: list[int] | None = None,
 ) -> Told:
-    """As of :func:`read_out`."""
+    """See :func:`read_out`."""
     given = ids(text, marks) if tokens is None else tokens
     reading = Reading(marked(template, marks), named(KNOWN) if tools else None, thinking)
     return read_out(given, reading, talking_tokenizer(marks))
@@ -172,7 +172,7 @@ def test_an_answer_is_read_the_same_however_it_comes(
 
 @pytest.mark.parametrize("text", [CALL, f"so <tool{CALL} <tool_", f"{CALL[:-1]} {CALL}"])
 def test_marks_may_be_texts_where_the_tokenizer_has_no_such_tokens(text: str) -> None:
-    """A closing within a text of the arguments is none, and half a mark is a text."""
+    """A closing mark within a text of the arguments does not close, and half a mark is text."""
     inside = text.replace("Oslo", "a </tool_call> b")
     content, _, calls, _ = told(inside, marks=False)
     expected = [("weather", {"city": "a </tool_call> b", "unit": "C"})]

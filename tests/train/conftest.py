@@ -13,7 +13,7 @@ from .tiny import command, save_tiny_target
 
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a one-layer target that nobody changes."""
+    """The folder of a one-layer target that no test changes."""
     return save_tiny_target(tmp_path_factory.mktemp("tiny") / "target")
 
 

@@ -194,7 +194,7 @@ def test_what_fails_is_told_once_and_the_file_has_everything(
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 4
 
 
-def test_a_folder_that_cannot_be_written_costs_the_curves_alone(
+def test_a_folder_that_cannot_be_written_costs_only_the_curves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("tensorboard")

@@ -42,7 +42,7 @@ def test_questions_are_of_all_kinds_and_can_be_answered(data: Path) -> None:
     assert {task for task in questions.TASKS for each in asked if each.startswith(task)} == set(
         questions.TASKS
     )
-    assert any("```" not in each for each in asked)  # About a word alone.
+    assert any("```" not in each for each in asked)  # Only about a word.
     assert all(kept_turns(row, prefix_tokens=9) for row in rows)
 
 

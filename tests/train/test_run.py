@@ -133,7 +133,7 @@ def test_a_run_resumes_exactly_and_exports_what_it_learned(
 
     assert json.loads((halved / "config.json").read_text())["stages"][0]["batch"] == 8
 
-    # The last stage starts from this draft and learns answers alone.
+    # The last stage starts from this draft and learns only answers.
     sft = arguments(target, files, tmp_path / "sft", "sft")
     start = f"--config.draft.init={halved / 'draft'}"
     assert command(*sft, start, "--config.stages.sft.steps=1") == 0
@@ -165,7 +165,7 @@ def test_files_of_others_are_never_replaced(target: Path, tmp_path: Path, refuse
 def test_a_refused_command_leaves_a_finished_run_as_it_was(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
-    """Also if what differs is of its last stage alone. Local files need no datasets package."""
+    """Also if only its last stage differs. Local files need no datasets package."""
     for module in ("datasets", "pyarrow"):
         monkeypatch.setitem(sys.modules, module, None)
     files = write_documents(tmp_path / "documents.jsonl", 38)

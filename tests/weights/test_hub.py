@@ -78,7 +78,7 @@ NO_NAME = "a model is a folder or a hub id of the form owner/model"
         ("o/" + "x" * 5000, FileNotFoundError, "is not a folder.*name a folder with"),
         ("a\0b", FileNotFoundError, "is not a folder.*name a folder with"),
         ("~nobody-of-this-name/model", FileNotFoundError, "~nobody-.*/model is not a folder"),
-        ("https://huggingface.co/o/m/tree/main", FileNotFoundError, "name the model alone: o/m$"),
+        ("https://huggingface.co/o/m/tree/main", FileNotFoundError, "name only the model: o/m$"),
     ],
 )
 def test_what_names_no_model_is_refused(source, kind, words):

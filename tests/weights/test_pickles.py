@@ -103,10 +103,10 @@ def test_what_is_no_tensor_is_refused(
         "compressed": "data.pkl is compressed, which torch.save never does",
         "large": "data.pkl has 16777217 bytes and may have 16777216",
         "many places": "holds a value of type int",
-        "twice": "a key is no text",
-        "deep": "a key is no text",
+        "twice": "a key is not a text",
+        "deep": "a key is not a text",
         "other codes": "KeyError: 143",
-        "other object": "it names torch.device, which is no tensor",
+        "other object": "it names torch.device, which is not a tensor",
     }
     with ExitStack() as stack, pytest.raises(ValueError, match=words[kind]):
         open_tensors(tmp_path, stack)
@@ -120,7 +120,7 @@ def test_a_pickle_before_zip_archives_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_that_holds_more_is_not_downloaded_again(tmp_path: Path) -> None:
-    """It would be the same: safetensors, or its tensors alone, are what can be loaded."""
+    """It would be the same: only safetensors, or a file of only tensors, can be loaded."""
     torch.save({"a": torch.ones(4), "epoch": torch.device("cpu")}, tmp_path / FILE)
     words = "download it again if it is damaged, else take the model's safetensors"
     with ExitStack() as stack, pytest.raises(ValueError, match=words):

@@ -141,7 +141,7 @@ def test_another_gpt_oss_is_refused(changes, message):
 
 
 def test_mxfp4_of_another_family_is_refused():
-    with pytest.raises(ValueError, match="'mxfp4', which is read of gpt-oss alone"):
+    with pytest.raises(ValueError, match="'mxfp4', which is read only for gpt-oss"):
         read(quantization_config=dict(quant_method="mxfp4"))
 
 

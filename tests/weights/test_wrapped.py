@@ -1,4 +1,4 @@
-"""The target inside a checkpoint of a model that also sees loads alone."""
+"""Only the target loads from a checkpoint of a model that also sees."""
 
 import json
 
@@ -34,7 +34,7 @@ MISTRAL = CONFIG, "Mistral3ForConditionalGeneration"
         ),
     ],
 )
-def test_tensors_of_the_target_alone_are_read(tmp_path, config, outer, inside, beside):
+def test_only_tensors_of_the_target_are_read(tmp_path, config, outer, inside, beside):
     params = random_target(config)
     save_target(tmp_path, config, params)
     raw = json.loads((tmp_path / "config.json").read_text())

@@ -1,7 +1,7 @@
 """Hides PyTorch from a Python process whose ``PYTHONPATH`` names this folder.
 
-The commands need none and the tests have it as an oracle alone, but transformers imports it where
-it can, which takes every process more than two seconds.
+The commands do not need it, and the tests have it only as an oracle. But transformers imports it
+where it can, which takes every process more than two seconds.
 """
 
 import sys

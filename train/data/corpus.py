@@ -228,8 +228,8 @@ def build_corpus(config: CorpusConfig, folder: Path) -> None:
 def tokens_file(folder: Path, part: str, tokenizer: Path) -> Path:
     """Where the tokens of ``train`` or ``heldout`` are kept, or will be, in a corpus' folder.
 
-    The name says of which texts they are and by which tokenizer: a corpus or a tokenizer that was
-    put in the place of another has tokens of its own.
+    The name identifies texts and tokenizer: a corpus or a tokenizer that was put in the place of
+    another has tokens of its own.
     """
     digests = {
         "texts": content_digest(folder / f"{part}.jsonl"),
@@ -273,7 +273,7 @@ def installed_origins() -> list[_Origin]:
 def permissive_licence(metadata: importlib.metadata.PackageMetadata) -> str | None:
     """The declared licence if all of it is permissive, else None.
 
-    An SPDX expression decides alone; otherwise classifiers and the first line of the old
+    An SPDX expression decides by itself; otherwise classifiers and the first line of the old
     ``License`` field must name a permissive licence and no other.
     """
     if (metadata["Name"] or "").lower().startswith("nvidia"):
@@ -356,7 +356,7 @@ def _long_lines(text: str) -> list[str]:
 
 
 def _unlike(held_lines: set[str], documents: Iterable[Document]) -> Iterator[Document]:
-    """The documents of which less than a fifth of the lines are held-out ones."""
+    """The documents with at most a fifth of their lines among the held-out ones."""
     for document in documents:
         lines = _long_lines(document.text)
         if sum(line in held_lines for line in lines) <= 0.2 * len(lines):

@@ -132,7 +132,7 @@ def expand(files: str) -> list[str]:
 
 
 def check_no_input(out: Path, names: str) -> None:
-    """Refuse to write where rows are read; names as of :func:`expand`.
+    """Refuse to write where rows are read; names as in :func:`expand`.
 
     Raises:
       ValueError: names the file.

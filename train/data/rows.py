@@ -73,7 +73,7 @@ class PackedRows:
     spans: Spans | None = None
     """Their weights; all are learned if absent."""
     begin: int | None = None
-    """A token in front of every row, of which the run then gives one less. It is never
+    """A token in front of every row, which then takes one token less from the run. It is never
     predicted."""
 
     def __len__(self) -> int:

@@ -242,7 +242,7 @@ def write_encoded(
 def encode(
     documents: Iterable[list[Turn]], tokenizer: ModelTokenizer, template: str
 ) -> Iterator[list[EncodedTurn]]:
-    """The tokens of documents, a batch of which the tokenizer gets at once.
+    """The tokens of documents. The tokenizer gets a batch of documents at once.
 
     Turns are tokenised one by one with the tokenizer's own special tokens, as the published trainer
     does. Plain text ends with the end-of-text token. A turn is written by its template, which has

@@ -52,7 +52,7 @@ class InitialDraft(NamedTuple):
 
     trainer: "DraftTrainer"
     frozen: PyTree
-    """A tree of what the objective reads and nobody changes: the target's parameters, and more."""
+    """What the objective reads and does not change: the target's parameters, and more."""
     params: Mapping[str, Any] | None
     """Parameters to start from; None for those of the objective's ``initialize``."""
 
@@ -92,7 +92,7 @@ class DraftTrainer(Protocol):
 
 
 def refuse_offsets(stage: StageConfig, draft: str) -> None:
-    """Refuse a stage of anchor-offset positions for a draft that attends to distances alone.
+    """Refuse a stage of anchor-offset positions for a draft that attends only to distances.
 
     Raises:
       ValueError: names the stage.
@@ -100,6 +100,6 @@ def refuse_offsets(stage: StageConfig, draft: str) -> None:
     if stage.max_offset:
         raise ValueError(
             f"stage {stage.name}: max_offset={stage.max_offset} is for drafts that read the "
-            f"target's keys; {draft} attends to distances alone: set "
+            f"target's keys; {draft} attends only to distances: set "
             f"--config.stages.{stage.name}.max_offset=0"
         )

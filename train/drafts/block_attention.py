@@ -38,7 +38,7 @@ def block_attention(
       q: queries of the blocks' slots, one block after the other.
       past: keys and values of all tokens of the rows ``[B, T, K, H]``; None: nothing of the text.
       anchors: a block sees tokens before its own.
-      every: as of :func:`train.drafts.blocks.drawn_anchors`.
+      every: as in :func:`train.drafts.blocks.drawn_anchors`.
       window: how many of the tokens before an anchor are seen, the last ones; all if absent.
       own: keys and values of the slots ``[B, slots, K, H]``, which see all of their block; None:
         they do not.

@@ -5,7 +5,7 @@ anchor and mask tokens after it, whose slots see each other and, in every layer,
 the target's features before the anchor. Slot ``j`` learns the text's token at its own place (arXiv
 2602.06036). The text should be the target's own, which ``python -m train.regenerate`` makes of any.
 
-JetSpec's head (arXiv 2606.18394) is a draft whose slots see the earlier ones alone. It learns the
+JetSpec's head (arXiv 2606.18394) is a draft whose slots see only the earlier ones. It learns the
 target's distribution instead of the text, all slots alike.
 """
 
@@ -74,11 +74,11 @@ def run_blocks(
       positions: theirs, ascending by 1.
       anchors: where blocks begin, one in every ``every`` tokens.
       view: the target's, with the residual streams of ``config.features``.
-      every: as of :func:`train.drafts.blocks.drawn_anchors`.
+      every: as in :func:`train.drafts.blocks.drawn_anchors`.
       mlp_chunk: most tokens of a device whose MLP activations exist at once; 0: all. Half as many
         are taken, because the backward pass holds twice as much. Where there are several chunks,
         the backward pass also recomputes everything but matmuls and attention.
-      factor: on embeddings, as of the target.
+      factor: on embeddings, as in the target.
     """
     mlp_chunk = -(-mlp_chunk // 2)
     layers = DFlashLayers(config, mlp_chunk=mlp_chunk)
@@ -134,7 +134,7 @@ class DFlashObjective:
     def sums(self, params: PyTree, frozen: PyTree, batch: Batch, draws: Array) -> dict[str, Array]:
         """The loss, and its parts where there are two; a row's weights sum up to its tokens'.
 
-        Where the text alone is learned, nothing reads the target after the last of the draft's
+        Where only the text is learned, nothing reads the target after the last of the draft's
         features, and the compiler leaves out the rest.
         """
         hidden, view = self._run(params, frozen, batch, draws)

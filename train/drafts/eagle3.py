@@ -4,13 +4,13 @@ When the draft grows a tree, it knows the target's features up to the last commi
 below that its own outputs. Training does the same from every token ``i`` of a row at once. Step 0
 reads the feature of ``i`` and token ``i + 1``. Step ``s`` reads what step ``s - 1`` put out there,
 and token ``i + 1 + s`` of the text, at position ``i + s``. It sees the keys of step 0 up to ``i``,
-which are of the target's features, and the keys of its own earlier steps at ``i`` alone. Its result
+which are of the target's features, and only at ``i`` the keys of its own earlier steps. Its result
 predicts what the target predicts at token ``i + 1 + s``.
 
 In every step the draft learns the target's distribution over the tokens that it can propose, ``p``
 restricted to them and renormalised: the loss of a step is ``-sum p log q``. Tokens at which the
-target's own choice is none of them do not count, as in the published trainer. Steps count ``1,
-decay, decay^2, ...``.
+target's own choice is not one of them do not count, as in the published trainer. Steps count
+``1, decay, decay^2, ...``.
 """
 
 import typing
@@ -85,7 +85,7 @@ def run_draft(
       view: the target's, with the residual streams of ``config.features``.
       steps: of the test.
       mlp_chunk: most tokens of a device whose MLP activations exist at once; 0: all.
-      factor: on embeddings, as of the target.
+      factor: on embeddings, as in the target.
 
     Returns:
       At token ``t`` and step ``s`` what predicts the token after ``t``, from token ``t - 1 - s``
@@ -135,7 +135,7 @@ def _attention(config: Eagle3Config, q: Array, levels: Sequence[tuple[Array, Arr
 
 
 class Frozen(NamedTuple):
-    """What the objective reads and nobody changes."""
+    """What the objective reads and does not change."""
 
     target: PyTree
     """The target's parameters."""
@@ -253,7 +253,7 @@ def _hits(
 ) -> tuple[Array, Array, Array]:
     """What :func:`train.acceptance.agreement_report` reads."""
     hidden, view = objective._passes(params, frozen, batch)
-    # The first tokens of a row are reached by its first steps alone.
+    # The first tokens of a row are reached only by its first steps.
     _, weights = next_token_labels(batch.tokens, batch.weights)
     counted = counted_tokens(weights.at[:, : objective.steps].set(0.0))
     target_head, head = head_of(frozen.target), objective._head(params)
@@ -400,7 +400,7 @@ def _placed(
 ) -> PyTree:
     """Parameters to start from in float32, spread over the mesh.
 
-    A fresh layer is made where ``start`` has the LM head alone, of which ``rows`` are taken.
+    A fresh layer is made where ``start`` has only the LM head, from which ``rows`` are taken.
     """
     config = replace(draft, dtype="float32")
 

@@ -35,7 +35,7 @@ def causal_beside(
 
     Returns:
       What the keys of the row add to the output, and the share of the query's own, which the caller
-      multiplies by the attention to them alone.
+      multiplies by the attention to only those.
     """
     batch, length, heads, width = q.shape
     score = score / scale

@@ -75,7 +75,7 @@ def run_blocks(
       tokens: of whole rows.
       draws: of these rows.
       view: of the target's forward over them.
-      every: as of :func:`drawn_anchors`.
+      every: as in :func:`drawn_anchors`.
       mlp_chunk: most tokens of a device whose MLP activations exist at once; 0: all.
     """
     params = cast(
@@ -94,7 +94,7 @@ def run_blocks(
             rows = bound.keys_values(embedded, draws.positions)
 
             def attend_self(layer: int, q: Array, k: Array, v: Array) -> Array:
-                # Deeper layers see their block alone.
+                # Deeper layers see only their block.
                 past, reach = (rows, window) if layer == 0 else (None, 0)
                 return block_attention(q, past, draws.anchors, every, window=reach, own=(k, v))
 
@@ -123,7 +123,7 @@ class BlockLoss(NamedTuple):
     """Sums over weighted slots, float32, by the names of the metrics."""
 
     loss: Float[Array, ""]
-    """The mixture, which alone has a gradient."""
+    """The mixture. Only it has a gradient."""
     cross_entropy: Float[Array, ""]
     """Of the text."""
     distance: Float[Array, ""]

@@ -43,7 +43,7 @@ _ORDER = "masked_embedding.token_ordering"
 _OF_CENTROIDS = (Rule("centroids/kernel", "D S", ((_CENTROIDS, "S D"),)),)
 _READ_APART = {
     rf"model\.layers\.\d+\.{KEYS}": "its layers read the target's keys",
-    _ORDER.replace(".", r"\."): "the clusters, which are no parameters",
+    _ORDER.replace(".", r"\."): "the clusters, which are not parameters",
 }
 
 

@@ -68,7 +68,7 @@ _OF_OTHERS = {
     "refiner_head.": "XPress",
     "hidden_dim_adapter": "JetSpec with an adapter of widths",
 }
-"""Parts of tensors' names, and the drafts that alone have them, whatever their file says."""
+"""Parts of tensors' names, and the only drafts that have them, whatever their file says."""
 
 
 ZLAB = FeatureDialect("z-lab and SpecForge")
@@ -149,7 +149,7 @@ def draft_config(
       raw: the parsed file.
       dialect: whose it is.
       target: the target that it will draft for.
-      dflash2: as of :func:`is_dflash2`.
+      dflash2: as in :func:`is_dflash2`.
       layers: as ``features`` of the configuration; as the file says if absent.
 
     Raises:

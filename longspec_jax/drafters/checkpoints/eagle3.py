@@ -156,7 +156,7 @@ def draft_fields(
     """Fields of the configuration that a ``config.json`` describes.
 
     Args:
-      part: of :func:`layers_of`; other arguments and errors as of :func:`draft_config`.
+      part: of :func:`layers_of`; other arguments and errors as in :func:`draft_config`.
     """
     if part.flag("mlp_bias", False):
         raise part.error(
@@ -387,7 +387,7 @@ def _described(
 
 
 def made_for(config: Eagle3Config) -> int | None:
-    """As of :class:`FeatureFiles`."""
+    """See :class:`FeatureFiles`."""
     return None if config.window is not None else config.max_positions
 
 

@@ -230,7 +230,7 @@ def features_of(
       dialect: how the file counts them.
 
     Raises:
-      ValueError: if it is no list of such numbers.
+      ValueError: if it is not a list of such numbers.
     """
     ids, least = raw.values[key], dialect.entering - 1
     most = least + target_layers

@@ -43,7 +43,7 @@ def load_draft(
 ) -> tuple[ParallelConfig, Any]:
     """Load a parallel LongSpec draft: its configuration and a tree of its parameters.
 
-    Arguments and errors as of :func:`longspec_jax.drafters.checkpoints.longspec.load_draft`.
+    Arguments and errors as in :func:`longspec_jax.drafters.checkpoints.longspec.load_draft`.
     """
     with open_folder(source, mesh, revision) as folder:
         config = draft_config(folder.raw, target, dtype)

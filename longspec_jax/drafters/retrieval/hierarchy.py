@@ -81,7 +81,7 @@ class PartialVerifier(Drafter):
     proposal, that is after every full verification."""
     tree: TreeConfig = TreeConfig((1,) * 16)
     """The chain that a full verification is handed, ``chain:16``, or one with a tree of the inner
-    drafter at its end, ``chain:16/4,8``. A chain of none, ``chain:0/4,8``, is that tree alone: one
+    drafter at its end, ``chain:16/4,8``. An empty chain, ``chain:0/4,8``, is only that tree: one
     level, without partial verification."""
     verify_all: bool = True
     """Whether the full verification decides about the chain. If not, the chain is emitted as it is,

@@ -185,7 +185,7 @@ class SinksAndRecent(Selector):
 class Retriever(Selector):
     """A selector that chooses the best blocks; subclasses score them (:meth:`table`).
 
-    ``begin`` raises ValueError if the cache is no whole number of blocks.
+    ``begin`` raises ValueError if the cache is not a whole number of blocks.
     """
 
     config: TargetConfig

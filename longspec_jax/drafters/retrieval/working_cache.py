@@ -53,7 +53,7 @@ class WorkingCache:
 
     budget: BlockBudget
     refresh: int
-    """Rounds from choice to choice; 0 for none: sinks and recent tokens alone."""
+    """Rounds from choice to choice; 0 for no choice: only sinks and recent tokens."""
     target: TargetConfig
     """Whose attention chooses, in the layer that drafts read."""
 

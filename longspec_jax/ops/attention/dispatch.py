@@ -31,7 +31,7 @@ from longspec_jax.ops.hardware import (
 
 
 class _Options(TypedDict, total=False):
-    """What kernels take besides their operands; as of the ops."""
+    """What kernels take besides their operands; as in the ops."""
 
     scale: float | None
     cap: float | None
@@ -332,17 +332,17 @@ def path_attention(
 ) -> Float[Array, "B T N H"]:
     """Attention of a tree's nodes to the committed prefix and along their own paths.
 
-    A node's bits depend on its position and on the tokens before it alone, not on which of them are
+    A node's bits depend only on its position and on the tokens before it, not on which of them are
     in the tree (:mod:`longspec_jax.ops.attention.path_kernels`). That holds up to the prefix's
-    :func:`~longspec_jax.ops.attention.path.reach`. On NVIDIA GPUs from compute capability 8.0 on
-    alone; in exact arithmetic this is :func:`speculative_attention`.
+    :func:`~longspec_jax.ops.attention.path.reach`. It needs an NVIDIA GPU of compute capability 8.0
+    or later. In exact arithmetic this is :func:`speculative_attention`.
 
     Args:
       q: the nodes' queries.
       prefix: the cached tokens.
       fresh: the nodes themselves; each sees its ancestors and itself, those that a window holds.
       depth: of every node, which is its position less the prefix's length.
-      sinks: as of :func:`speculative_attention`.
+      sinks: as in :func:`speculative_attention`.
       levels: the greatest depth that a node may have.
       window: tokens that a node sees, its own included, in a layer with a window, whose slots are a
         ring; all if absent.
@@ -379,7 +379,7 @@ def causal_attention(
     With a window, query ``t`` sees keys ``t - window ... t``: both ends included, as in the
     published draft. A target's window of ``W`` tokens, of which the query's own is one, is
     ``window=W - 1``. cuDNN on GPUs that have it for this dtype and width, XLA elsewhere. A soft
-    ``cap`` as of :func:`prefix_attention` and ``sinks`` as of :func:`speculative_attention` are
+    ``cap`` as in :func:`prefix_attention` and ``sinks`` as in :func:`speculative_attention` are
     XLA's.
     """
     _check_sinks(q, sinks)
@@ -403,7 +403,7 @@ def _cudnn_serves(dtype: DTypeLike, width: int) -> bool:
     """Whether cuDNN differentiates attention of this dtype and head width on this GPU.
 
     Elsewhere it fails, and no earlier than at the first step of a training run: below Ampere, on
-    GPUs of AMD, and for widths that are no multiples of 8.
+    GPUs of AMD, and for widths that are not a multiple of 8.
     """
     capability = compute_capability() or (0, 0)
     widest = 2 * CUDNN_WIDTH if capability >= HOPPER else CUDNN_WIDTH

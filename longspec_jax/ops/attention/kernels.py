@@ -47,7 +47,7 @@ def prefix_attention(
     hopper: bool = False,
     interpret: bool = False,
 ) -> Partial:
-    """See :func:`dispatch.prefix_attention`; one kernel, or two, of which the second merges.
+    """See :func:`dispatch.prefix_attention`; one kernel, or two, the second of which merges.
 
     ``tile`` is how the prefix kernel works; the shape chooses it if absent. ``hopper`` takes the
     Hopper kernel whatever the shape. ``interpret`` runs the kernels step by step on any platform.

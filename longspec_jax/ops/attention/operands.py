@@ -61,7 +61,7 @@ class Prefix:
         return newest - (newest - jnp.arange(self.keys.shape[2])) % self.keys.shape[2]
 
     def of_batch(self) -> "Prefix":
-        """The same with a copy of the batch's rows alone, for what takes no ``cache_rows``."""
+        """The same with a copy of only the batch's rows, for what takes no ``cache_rows``."""
         if self.cache_rows is None:
             return self
         keys, values = (cache[self.cache_rows] for cache in (self.keys, self.values))
@@ -81,8 +81,8 @@ class Fresh:
     """Rotary applied."""
     values: Leaf[TreeRows]
     mask: Leaf[TreeMask] | None = None
-    """True where query ``t`` sees key ``u``. Of a chunk there is none: every token sees itself and
-    those before it, in a layer with a window those that the window holds."""
+    """True where query ``t`` sees key ``u``. A chunk has none: every token sees itself and the ones
+    before it, in a layer with a window only those in the window."""
 
     def seen(self, prefix: Prefix) -> TreeMask:
         """The mask, after this prefix."""
@@ -113,7 +113,7 @@ class Partial(NamedTuple):
     """Softmax attention over one set of keys, ready to be merged with another set's."""
 
     out: Float[Array, "B T N H"]
-    """The attention output normalised over this set alone; zero where no key was seen. float32 if
+    """The attention output normalised only over this set; zero where no key was seen. float32 if
     it is to be merged."""
     lse: Float[Array, "B T N"]
     """Natural log of the sum of exponentiated scores, float32; -inf where no key was seen."""
@@ -144,8 +144,8 @@ def merge(a: Partial, b: Partial) -> Partial:
 def with_sinks(seen: Partial, sinks: Sinks | None) -> Partial:
     """The same where every head also saw its sink, a key of this score and of the value zero.
 
-    A sink takes part in the softmax's denominator alone (gpt-oss). It belongs to one of several
-    disjoint key sets only, or to their merged result. None for attention without sinks.
+    A sink takes part only in the softmax's denominator (gpt-oss). It belongs to only one of several
+    disjoint key sets, or to their merged result. None for attention without sinks.
     """
     if sinks is None:
         return seen

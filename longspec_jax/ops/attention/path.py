@@ -49,7 +49,7 @@ def path_tile(rows: int, width: int, groups: int, parts: int, narrow: bool = Fal
       rows: packed query rows of a key/value head.
       width: of a head.
       groups: query heads of a key/value head. Of one, 64 rows are bound by memory, which small
-        steps suit better; of more by the tensor cores. Of wide heads small steps alone fit.
+        steps suit better; of more by the tensor cores. For wide heads only small steps fit.
       parts: programs that share the values' columns.
       narrow: whether the cache is in 8 bits.
     """
@@ -126,7 +126,7 @@ def require_kernel(
       cached: keys ``[B, K, S, H]``.
       fresh: keys ``[B, T, K, H]``.
       levels: the greatest depth of a node.
-      window: as of :func:`longspec_jax.ops.attention.dispatch.path_attention`.
+      window: as in :func:`longspec_jax.ops.attention.dispatch.path_attention`.
     """
     narrow = cached.dtype == CODES
     groups = q.shape[2] // cached.shape[1]
@@ -134,12 +134,12 @@ def require_kernel(
     require_tree(fresh.shape[1], levels)
     if not hopper and (cached.dtype != q.dtype or cached.shape[2] % SLOTS):
         raise NotImplementedError(
-            f"a cache of {cached.shape[2]} slots in {cached.dtype} is none in {q.dtype} of a "
+            f"a cache of {cached.shape[2]} slots in {cached.dtype} is not one in {q.dtype} of a "
             f"multiple of {SLOTS} slots"
         )
     require_window(window)
     if window is not None and cached.shape[2] % SLOTS:
-        raise NotImplementedError(f"a ring of {cached.shape[2]} slots is no multiple of {SLOTS}")
+        raise NotImplementedError(f"a ring of {cached.shape[2]} slots is not a multiple of {SLOTS}")
     if cached.shape[2] < SLOTS or cached.shape[2] % 8:
         raise NotImplementedError(
             f"capacity {cached.shape[2]} is not a multiple of 8 of at least {SLOTS} slots"
@@ -147,7 +147,7 @@ def require_kernel(
     if fresh.shape[1] != q.shape[1]:
         raise NotImplementedError(f"{q.shape[1]} nodes have {fresh.shape[1]} keys")
     if q.shape[1] > ALIGNED and q.shape[1] % ALIGNED:
-        raise NotImplementedError(f"{q.shape[1]} nodes are no multiple of {ALIGNED}")
+        raise NotImplementedError(f"{q.shape[1]} nodes are not a multiple of {ALIGNED}")
     return hopper
 
 
@@ -161,7 +161,7 @@ def require_target(groups: int, width: int, dtype: DTypeLike, *, narrow: bool) -
         raise NotImplementedError(f"{dtype} is neither bfloat16 nor float16")
     refuse_width(width, narrow=narrow)
     if not hopper and width > 128:
-        raise NotImplementedError(f"heads of {width} numbers have a kernel on Hopper GPUs alone")
+        raise NotImplementedError(f"heads of {width} numbers have a kernel only on Hopper GPUs")
     if groups > MAX_GROUP:
         raise NotImplementedError(f"{groups} query heads for a key/value head exceed {MAX_GROUP}")
     return hopper

@@ -1,8 +1,8 @@
 """Path attention on GPUs without Hopper's instructions: two kernels of ``mma.sync``.
 
 What is added up in which order is that of :mod:`longspec_jax.ops.attention.path_kernels`: a query
-at position ``p`` sees slots up to ``p - RECENT`` through the prefix kernel, in splits that ``p``
-alone determines, and the recent tokens by themselves. Here every node's recent keys and values are
+at position ``p`` sees slots up to ``p - RECENT`` through the prefix kernel, in splits that only
+``p`` determines, and the recent tokens by themselves. Here every node's recent keys and values are
 gathered, cached ones and the tree's alike, in the order of their positions. So its matmuls are the
 same wherever they come from, and nothing of the tree around it takes part.
 
@@ -192,8 +192,8 @@ def attend_in_splits(
       bias: is added to the scores, in base 2, if there is one.
       scores: what becomes of products.
       count: the most splits of a row.
-      causal: query heads of a key/value head, if row ``r`` sees the slots up to ``r // causal``
-        alone; otherwise 0.
+      causal: query heads of a key/value head, if row ``r`` sees only the slots up to
+        ``r // causal``; otherwise 0.
       span: slots below its limit that a row sees in a layer with a window, whose slots are a ring:
         position ``p`` lies in slot ``p % S``. All of them if absent.
 
@@ -370,7 +370,7 @@ def _recent_and_merge(
     """Attend to every node's recent tokens, and merge with the splits, in ascending order.
 
     Args:
-      bounds: as of :func:`attend_in_splits`.
+      bounds: as in :func:`attend_in_splits`.
       bias: 0 for the places that are filled, minus infinity for the others.
       q: every node's queries, among ``MAX_GROUP`` rows a key/value head or more.
       k: every node's recent keys.

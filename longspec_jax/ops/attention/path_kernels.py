@@ -1,4 +1,4 @@
-"""Attention to a tree's nodes whose bits depend on a node's position and path alone: two kernels.
+"""Attention to a tree's nodes whose bits depend only on a node's position and path: two kernels.
 
 Plain decoding finds a token's keys in the cache. Verification finds some of them in the tree. Sums
 of floating-point numbers depend on their order, so both must add the same numbers in the same
@@ -6,7 +6,7 @@ order, wherever they come from:
 
 - What a query at position ``p`` sees up to ``p - RECENT`` is cached in either case, as a path has
   at most ``RECENT`` tokens above the node. It goes through the prefix kernel, in blocks and splits
-  at positions that ``p`` alone determines (:mod:`longspec_jax.ops.attention.path`), with one tile
+  at positions that only ``p`` determines (:mod:`longspec_jax.ops.attention.path`), with one tile
   of 64 rows for one query and for many. A block that a row does not see leaves the row's softmax as
   it was.
 - The ``RECENT`` tokens before it and the query's own are *recent*: cached or in the tree. Their

@@ -151,7 +151,7 @@ class Attention(PrefixProgram):
 
             def with_next(ref: Ref) -> Any:
                 self.wait_for_keys(item, share, step + 1)
-                # After the last block this multiplies an old one, and nobody reads the result.
+                # After the last block this multiplies an old one, and the result is not read.
                 multiply_keys(ref, step + 1)
                 hidden = self.bounded(scores)
                 if edge:

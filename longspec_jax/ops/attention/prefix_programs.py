@@ -210,7 +210,7 @@ class PrefixProgram:
             return
         groups, of_a_head = q.shape[3], self.tokens // SEGMENT
         for place in range(WARPGROUP_ROWS // SEGMENT):
-            # Rows that there are not are some that there are; nobody reads their results.
+            # Rows that do not exist stand for some that do; their results are not read.
             segment = jnp.minimum(jax.lax.div(first, SEGMENT) + place, groups * of_a_head - 1)
             group = jax.lax.div(segment, of_a_head)
             some = pl.ds(jax.lax.rem(segment, of_a_head) * SEGMENT, SEGMENT)

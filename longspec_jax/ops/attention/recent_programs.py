@@ -188,7 +188,7 @@ class RecentProgram:
             plgpu.copy_gmem_to_smem(source, to, ready)
 
     def fetch_recent_of_ring(self) -> None:
-        """Ask for the recent cached tokens by groups of 8, of which none lies across the seam."""
+        """Ask for the recent cached tokens by groups of 8, none of which lies across the seam."""
         refs, memory = self.refs, self.memory
         keys, values = memory.cached_k, memory.cached_v
         if memory.k_codes is not None:

@@ -1,6 +1,6 @@
 """Tile choice of the attention kernels: frozen values from pure functions of the shape.
 
-Nothing is timed at run time. The sweeps behind the numbers are kept in ``docs/results``.
+Nothing is timed at run time. The sweeps that gave the numbers are in ``docs/results``.
 """
 
 import dataclasses
@@ -149,7 +149,7 @@ def refuse_width(width: int, *, narrow: bool) -> None:
     served = mosaic_widths(narrow=narrow)
     if width not in served:
         raise NotImplementedError(
-            f"head width {width} is none of {', '.join(map(str, served))}, which the Hopper "
+            f"head width {width} is not one of {', '.join(map(str, served))}, which the Hopper "
             f"kernels take of a cache in {8 if narrow else 16} bits"
         )
 

@@ -15,7 +15,7 @@ and for the many rows of a prompt, XLA computes the MLPs in one of three forms:
 ``jax.lax.ragged_dot`` would be the library's way for the last one. On CPUs and GPUs jax expands it
 to a masked copy of the rows for each expert (jax 0.10 to 0.12), which is E times the work.
 
-A row's result does not depend on other rows: each matmul contracts the row alone, and its
+A row's result does not depend on other rows: each matmul contracts only the row, and its
 experts are added up in float32 in the order of its own choice. Between XLA's forms it differs by
 the rounding of matmuls of other shapes, as that of a dense MLP does between one row and many. The
 kernel has one order of summation for any number of rows.
@@ -253,7 +253,7 @@ def _form(rows: int, chosen: int, experts: int) -> Callable[..., Array]:
 
 
 def computed_rows(rows: int, chosen: int, experts: int) -> int:
-    """Rows of all experts that exist at once, of which some may be padding."""
+    """Rows of all experts that exist at once, some of which may be padding."""
     form = _form(rows, chosen, experts)
     if form is _chosen:
         return rows * chosen

@@ -70,7 +70,7 @@ def tile_matmul(
       interpret: how Pallas interprets the kernel without a GPU; None compiles it.
 
     Raises:
-      NotImplementedError: if ``K`` or ``N`` is no multiple of 64.
+      NotImplementedError: if ``K`` or ``N`` is not a multiple of 64.
     """
     *_, outputs, contracted = weights.shape
     packed = isinstance(weights, PackedMatrix)
@@ -163,7 +163,7 @@ class _Experts(MatmulProgram):
     bias: Ref = None
 
     def each_unit(self, visit: Any) -> jax.Array:
-        """As of :class:`MatmulProgram`, for the tiles that there are."""
+        """As in :class:`MatmulProgram`, for the tiles that there are."""
         work, program = self.work, jax.lax.axis_index("program")
         tiles = self.count[0]
         units = tiles * work.strips
@@ -280,7 +280,7 @@ class _PackedExperts(_Experts):
     operand_smem: Ref = None
 
     def fetch_weights(self, outputs: Ref, step: jax.Array, to: tuple[Any, int]) -> None:
-        """As of :class:`_Experts`: a block of words, and the scales of its groups."""
+        """As in :class:`_Experts`: a block of words, and the scales of its groups."""
         ready, groups = self.ready.at[to[0]], self.work.groups
         lines_each = lines(outputs.size)[0]
         of_lines = pl.ds(jax.lax.div(outputs.start, jnp.int32(16)), lines_each)
@@ -289,7 +289,7 @@ class _PackedExperts(_Experts):
         plgpu.copy_gmem_to_smem(scales, self.scale_smem.at[to], ready)
 
     def sums(self, past: jax.Array, *accumulators: Ref) -> list[Array]:
-        """As of :class:`_Experts`. A group of inputs is multiplied while the next is widened."""
+        """See :class:`_Experts`. A group of inputs is multiplied while the next is widened."""
         work, count = self.work, lines(WARPGROUP_ROWS)[0]
         of_half = pl.ds(self.warpgroup * count, count)
 

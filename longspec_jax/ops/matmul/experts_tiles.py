@@ -2,7 +2,7 @@
 
 As in :mod:`longspec_jax.ops.matmul.quantised_tiles`, with outputs as rows of the matrix instruction
 and tokens as its columns. A *row tile* holds up to ``height`` of the rows that chose one expert. An
-expert that no row chose has no tile. How many tiles there are is known on the device alone, so the
+expert that no row chose has no tile. How many tiles there are is known only on the device, so the
 programs share them out there.
 
 A sum runs over the contraction from its start to its end, whatever the tile: a row has the same
@@ -92,11 +92,11 @@ def expert_work(
       tiles: the most row tiles.
       contracted: inputs of an expert.
       outputs: outputs of an expert, of each of two matmuls where they are gated.
-      gated: whether there are two matmuls of which one gates the other.
+      gated: whether there are two matmuls, one of which gates the other.
       packed: whether weights are 4-bit floats. Two warpgroups widen them.
 
     Raises:
-      NotImplementedError: if a size is no multiple of 64.
+      NotImplementedError: if a size is not a multiple of 64.
     """
     for size in (contracted, outputs):
         if size % WARPGROUP_ROWS:

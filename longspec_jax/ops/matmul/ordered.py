@@ -1,4 +1,4 @@
-"""Matmuls of a target's pass whose order of summation follows from the weights' shape alone.
+"""Matmuls of a target's pass whose order of summation follows only from the weights' shape.
 
 A row of a result has the same bits alone and with a thousand others, so that a token's logits do
 not depend on the tree it is verified in. On Hopper GPUs a kernel of our own computes them in 16

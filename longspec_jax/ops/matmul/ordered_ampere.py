@@ -2,7 +2,7 @@
 
 A program multiplies up to 64 rows by a strip of 64 columns of the weights, of each of two where one
 gates the other. Blocks of 64 contracted rows come in turns into a ring in shared memory. The order
-in which an element's products are added up follows from the weights' shape alone: blocks in
+in which an element's products are added up follows only from the weights' shape: blocks in
 ascending order, of a share of the contraction. The height of a row tile changes no element.
 
 **Expected times.** They are those of reading the weights. A block of 8 KB takes a multiprocessor
@@ -27,7 +27,7 @@ from longspec_jax.ops.mosaic import load
 
 _MOST_SPLITS, _MOST_STAGES = 8, 8
 _ALONE = 108
-"""Programs of which an A100 has a multiprocessor for each."""
+"""As many programs as an A100 has multiprocessors."""
 _DEPTH_OF_A_SPLIT = 512
 """The least contracted rows of a share: shorter ones would cost more than their programs gain."""
 
@@ -98,7 +98,7 @@ def matmul(x: Array, weights: Array, bias: Array | None = None, *, split: bool =
       ``[splits, rows, N]``, whose sum is the result: one of the dtype of ``x``, or several float32.
 
     Raises:
-      NotImplementedError: if ``K`` or ``N`` is no multiple of 32.
+      NotImplementedError: if ``K`` or ``N`` is not a multiple of 32.
     """
     contracted, columns = weights.shape[0], weights.shape[-1]
     refuse_uneven(contracted, columns, whole=HALF)
@@ -111,7 +111,7 @@ def head_matmul(x: Array, table: Array) -> Array:
     """``x[rows, K] @ table[V, K].T`` in float32, for an LM head.
 
     Raises:
-      NotImplementedError: if ``K`` is no multiple of 64 or ``V`` none of 8.
+      NotImplementedError: if ``K`` is not a multiple of 64 or ``V`` of 8.
     """
     vocabulary, contracted = table.shape
     refuse_uneven_head(contracted, vocabulary)

@@ -52,7 +52,7 @@ def matmul(
       result, if the tile splits the contraction.
 
     Raises:
-      NotImplementedError: if ``K`` or ``N`` is no multiple of 64, or of fewer columns of the tile.
+      NotImplementedError: if ``K`` or ``N`` is no multiple of 64, or of the tile's fewer columns.
     """
     contracted, columns = weights.shape[0], weights.shape[-1]
     refuse_uneven(contracted, columns, whole=min(WHOLE, tile.columns))
@@ -76,7 +76,7 @@ def head_matmul(x: Array, table: Array, *, tile: MatmulTile, interpret: Any = No
       interpret: how Pallas interprets the kernel without a GPU; None compiles it.
 
     Raises:
-      NotImplementedError: if ``K`` is no multiple of 64 or ``V`` none of 8.
+      NotImplementedError: if ``K`` is not a multiple of 64 or ``V`` of 8.
     """
     vocabulary, contracted = table.shape
     refuse_uneven_head(contracted, vocabulary)

@@ -5,7 +5,7 @@ rows of one row tile, one strip, and one split of the contraction. A program tak
 turns, and all programs take as many turns as each other, or one less.
 
 A result's order of summation follows from where the contraction is split. So the tile is a function
-of the weights' shape alone: with it, a row of the result has the same bits however many rows there
+of only the weights' shape: with it, a row of the result has the same bits however many rows there
 are. Only what changes no sum depends on the rows: the height of a row tile, the depth of the ring,
 and the number of programs.
 """
@@ -16,8 +16,8 @@ import functools
 from longspec_jax.ops.hardware import HOPPER, MULTIPROCESSORS, SHARED_BYTES, WARPGROUP_ROWS
 
 WHOLE, HALF = 64, 32
-"""Sizes of the weights that are no multiple of the first cannot be fetched in swizzled blocks of 64
-columns; in those of 32 columns, no multiple of the second."""
+"""Weights whose size is not a multiple of the first cannot be fetched in swizzled blocks of 64
+columns; if it is not a multiple of the second, not in blocks of 32 columns either."""
 FULL_RATE_PROGRAMS = 72
 """As many programs read the weights at nearly the full rate: what fits the times of 21 shapes best
 (``docs/archive/kernels.md``)."""
@@ -80,7 +80,7 @@ class Work:
 
     @property
     def strips(self) -> int:
-        """Strips of columns, of which the last may be narrower."""
+        """Strips of columns, the last of which may be narrower."""
         return _ceil(self.columns, self.tile.columns)
 
     @property
@@ -100,7 +100,7 @@ class Work:
 
     @property
     def steps(self) -> int:
-        """Blocks of ``depth`` in the whole contraction, of which the last may be shallower."""
+        """Blocks of ``depth`` in the whole contraction, the last of which may be shallower."""
         return _ceil(self.contracted, self.tile.depth)
 
     @property
@@ -154,16 +154,16 @@ class Work:
 def matmul_tile(
     contracted: int, columns: int, *, gated: bool = False, split: bool = False
 ) -> MatmulTile:
-    """Choose the tile of weights ``[contracted, columns]`` from their shape alone.
+    """Choose the tile of weights ``[contracted, columns]`` only from their shape.
 
     Args:
       contracted: size of the contracted axis.
       columns: columns of the result, of each of two matmuls where they are gated.
-      gated: whether there are two matmuls of which one gates the other.
+      gated: whether there are two matmuls, one of which gates the other.
       split: whether the contraction may be split and leave partials.
 
     Raises:
-      NotImplementedError: if a size is no multiple of 32.
+      NotImplementedError: if a size is not a multiple of 32.
     """
     refuse_uneven(contracted, columns, whole=HALF)
     even = contracted % WHOLE == columns % WHOLE == 0
@@ -183,10 +183,10 @@ def matmul_tile(
 
 @functools.cache
 def head_tile(contracted: int, columns: int) -> MatmulTile:
-    """Choose the tile of an LM head ``[columns, contracted]`` from its shape alone.
+    """Choose the tile of an LM head ``[columns, contracted]`` only from its shape.
 
     Raises:
-      NotImplementedError: if ``contracted`` is no multiple of 64 or ``columns`` none of 8.
+      NotImplementedError: if ``contracted`` is not a multiple of 64 or ``columns`` of 8.
     """
     refuse_uneven_head(contracted, columns)
     tiles = [MatmulTile(width, 1, depth=64) for width in (64, 128)]

@@ -123,9 +123,9 @@ def pack_shares(matrix: QuantisedMatrix, dtype: DTypeLike) -> PackedShares:
     sharding: Any = matrix.codes.sharding
     mesh, spec = sharding.mesh, tuple(sharding.spec)
     if mesh.shape["fsdp"] > 1 or mesh.shape["tp"] > 1 and "tp" not in spec:
-        raise NotImplementedError("only weights that tp alone cuts are packed on a mesh")
+        raise NotImplementedError("only weights that no axis but tp cuts are packed on a mesh")
     if matrix.floating:
-        raise NotImplementedError("experts in 4-bit floats are packed on one device alone")
+        raise NotImplementedError("experts in 4-bit floats are packed only on one device")
     cut = spec.index("tp") if mesh.shape["tp"] > 1 else 0  # One share may be of any axis.
     grouped = matrix.groups > 1
     if cut == len(matrix.out_axes):

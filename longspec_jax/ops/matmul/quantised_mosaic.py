@@ -4,8 +4,8 @@ The weights are the matrix units' first operand, which they take from registers:
 inputs of a warpgroup. So a code is widened once, on its way from shared memory, for up to 128
 tokens. The tokens are the second operand, in groups of 8 columns, as the copy engine brings them.
 The rest is as in :mod:`longspec_jax.ops.matmul.ordered_mosaic`: a warpgroup that fetches into a
-ring, others that multiply, units in turns, and sums in an order that follows from the weights'
-shape alone. A row's result depends on no other row.
+ring, others that multiply, units in turns, and sums in an order that follows only from the
+weights' shape. A row's result depends on no other row.
 
 Four warpgroups multiply, since one of them waits half of its time. Those of the same 64 outputs are
 a *team*: each has one matmul of a gate, or every other block of the inputs. The first of a team

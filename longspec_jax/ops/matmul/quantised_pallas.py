@@ -56,12 +56,12 @@ class TritonTile:
 def triton_tile(
     rows: int, weights: QuantisedMatrix, gated: bool = False, split: bool = False
 ) -> TritonTile:
-    """Choose the tile from shapes alone.
+    """Choose the tile only from shapes.
 
     Args:
       rows: rows of the result.
       weights: what they are multiplied by.
-      gated: whether there are two matmuls of which one gates the other.
+      gated: whether there are two matmuls, one of which gates the other.
       split: whether the contraction may be split and leave partials.
 
     Raises:

@@ -2,7 +2,7 @@
 
 As in :mod:`longspec_jax.ops.matmul.ordered_tiles`, with outputs as rows of the matrix instruction
 and tokens as its columns, in groups of 8 up to 128. The tile, and with it the order of summation,
-follows from the weights' shape alone.
+follows only from the weights' shape.
 
 With 8 or 4 bits the tokens are no small part of what a program reads: 64 of them are as many bytes
 as a strip of 128 outputs has in 8 bits. They come from the second-level cache, once for every
@@ -223,13 +223,13 @@ def row_groups(rows: int) -> int:
 def quantised_tile(
     contracted: int, columns: int, *, bits: int = 8, gated: bool = False, split: bool = False
 ) -> MatmulTile:
-    """Choose the tile of weights of ``columns`` outputs from their shape alone.
+    """Choose the tile of weights of ``columns`` outputs only from their shape.
 
     Args:
       contracted: size of the contracted axis.
       columns: outputs, of each of two matmuls where they are gated.
       bits: of a code.
-      gated: whether there are two matmuls of which one gates the other.
+      gated: whether there are two matmuls, one of which gates the other.
       split: whether the contraction may be split and leave partials.
     """
     widths = [width for width in (64, 128) if columns % width == 0]

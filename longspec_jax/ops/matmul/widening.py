@@ -53,7 +53,7 @@ def widened(
       stored: the dtype of the codes, as in :class:`QuantisedMatrix`.
       dtype: bfloat16 or float16.
       zero: what is subtracted from integer codes; if none, of 4 bits their middle.
-      chosen: which of a thread's words, as of :func:`arranged`.
+      chosen: which of a thread's words, as in :func:`arranged`.
       interpreted: whether this is no GPU.
     """
     arrange = functools.partial(arranged, words=chosen, dtype=dtype, interpreted=interpreted)
@@ -141,7 +141,7 @@ def weighted(
       dtype: of the weights, bfloat16 or float16.
       scales: those of each group times a power of two, by output, float32.
       offsets: likewise without a factor, or none. With them 4-bit codes are not signed.
-      chosen: which of a thread's words, as of :func:`arranged`.
+      chosen: which of a thread's words, as in :func:`arranged`.
       interpreted: whether this is no GPU.
     """
     if interpreted:

@@ -68,7 +68,7 @@ def delta_rule_chunk(memory: Memory, tokens: RecurrenceOperands) -> tuple[Memory
         ],
         axis=-1,
     )
-    if size > 1:  # One token depends on the state alone.
+    if size > 1:  # One token depends only on the state.
         right = jnp.moveaxis(right, 1, 3)
         right = jax.lax.linalg.triangular_solve(
             _system(of_blocks, faded), right, left_side=True, lower=True, unit_diagonal=True

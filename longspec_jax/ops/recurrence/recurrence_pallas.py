@@ -9,7 +9,7 @@ accepted nodes wrote into the states of many layers at once, in place.
 
 A state is the one before its token times the decay, plus the key's product with the update, in this
 order and rounded twice, wherever it is made: after the parent, anew along a path, or in a commit.
-A plain step is a tree of one node. So a token's bits depend on its own path alone.
+A plain step is a tree of one node. So a token's bits depend only on its own path.
 """
 
 import functools

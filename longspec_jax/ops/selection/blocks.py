@@ -81,7 +81,7 @@ class BlockBudget:
         """
         if capacity % self.block:
             raise ValueError(
-                f"a cache of {capacity} slots is no whole number of blocks of {self.block}; "
+                f"a cache of {capacity} slots is not a whole number of blocks of {self.block}; "
                 "choose a block, and a prefill chunk, that are powers of two"
             )
         return capacity // self.block
@@ -276,8 +276,8 @@ def gather_blocks(
         nothing else is moved.
       table: the blocks of every row ``[B, k]``, or of every row and key/value head ``[B, K, k]``.
       block: slots of a block; the cache must be whole blocks.
-      cache_rows: the row of the cache for every row of the table; its own if absent. Of a cache on
-        the device alone.
+      cache_rows: the row of the cache for every row of the table; its own if absent. Only for a
+        cache on the device.
     """
     rows, heads, count, width = slots.shape
     blocks, batch = table.blocks, len(table.length)

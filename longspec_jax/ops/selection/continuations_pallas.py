@@ -240,7 +240,7 @@ def _rank(
         tied = (other == spread(mine)) & (at < spread(place))
         return ahead + ((other > spread(mine)) | tied).astype(jnp.int32)
 
-    # Added up at the end alone: threads meet once and not in every step.
+    # Added up only at the end: threads meet once and not in every step.
     ahead = jnp.zeros(shape, jnp.int32)
     ahead = jax.lax.fori_loop(0, pl.cdiv(columns, step), compare, ahead)
     return ahead.sum(axis=-1).sum(axis=-1)
@@ -271,5 +271,5 @@ def _reached(scores: Array, largest: Array, total: Array) -> Array:
 
 
 def _finite(largest: Array) -> Array:
-    """What to subtract before an exponential: of impossible tokens alone the largest is -inf."""
+    """What to subtract before an exponential: if all tokens are impossible the largest is -inf."""
     return jnp.where(largest == -jnp.inf, 0.0, largest)

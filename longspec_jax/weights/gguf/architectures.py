@@ -62,7 +62,7 @@ _PRE = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 _QK = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _LAYER = _PRE | _ATTENTION | _MLP
 MODEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-"""Tensors that are no layer's; the names are without ``.weight`` and ``.bias``."""
+"""Tensors that are not a layer's; the names are without ``.weight`` and ``.bias``."""
 
 
 Stacked: TypeAlias = Callable[[Mapping[str, StoredTensor]], dict[str, Tensor]]
@@ -93,7 +93,7 @@ class Architecture:
     """Those of :data:`KEYS` that ``read`` asks for: they may differ among layers."""
     read: Reader = _no_more
     model: Mapping[str, str] = field(default_factory=lambda: MODEL)
-    """Tensors that are no layer's."""
+    """Tensors that are not a layer's."""
     layer: Mapping[str, str] = field(default_factory=lambda: _LAYER)
     """The tensors of a layer, in the file and in Hugging Face's folder."""
     changes: Mapping[str, Change] = field(default_factory=dict)
@@ -137,7 +137,7 @@ def _llama(metadata: Metadata, known: Raw) -> Raw:
 
 
 def _phi3(metadata: Metadata, known: Raw) -> Raw:
-    """LongRoPE's factors are tensors; a window of 0 is none, which marks Phi-4."""
+    """LongRoPE's factors are tensors; a window of 0, which marks Phi-4, means no window."""
     raw: Raw = {"sliding_window": metadata.whole("attention.sliding_window", 0) or None}
     long, short = (metadata.factors.get(f"rope_factors_{kind}") for kind in ("long", "short"))
     if (long is None) != (short is None):
@@ -430,4 +430,4 @@ NOT_TARGETS = {
     "dflash": "a draft without its target, in a format that is not read; take its safetensors "
     "checkpoint",
 }
-"""Architectures that are no language models, in words."""
+"""Architectures that are not language models, in words."""

@@ -1,7 +1,7 @@
 """GGUF tensors as tensors that are read by slice: a slice costs its own blocks and nothing else.
 
 Blocks are dequantised into float32 products. Floats are passed on as they are. The file is mapped
-for each slice alone, so that what was read of it is no memory of the process.
+anew for each slice, so that what was read does not count as the process' memory.
 """
 
 import jax.numpy as jnp

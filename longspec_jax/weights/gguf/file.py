@@ -130,7 +130,7 @@ class GgufFile:
 
 
 def parts_of(path: Path) -> tuple[Path, ...]:
-    """All files of a model of which one is named: itself, or the parts of a split one in order."""
+    """All files of a model, one of which is named: itself, or a split one's parts in order."""
     match = PART.fullmatch(path.name)
     if match is None:
         return (path,)

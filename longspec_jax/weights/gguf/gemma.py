@@ -18,7 +18,7 @@ def _gemma(metadata: Metadata, known: Raw) -> Raw:
 
 
 def read_gemma2(metadata: Metadata, known: Raw) -> Raw:
-    """Soft caps that are absent are none."""
+    """A soft cap that the file lacks is off."""
     names = (f"{name}_logit_softcapping" for name in ("attn", "final"))
     caps = {name: metadata.number(name) if metadata.has(name) else None for name in names}
     return _gemma(metadata, known) | caps

@@ -54,7 +54,7 @@ def with_rows(tensor: Tensor, order: np.ndarray) -> Tensor:
     """A tensor whose row ``i`` is the file's row ``order[i]``."""
 
     def read(index: Index) -> np.ndarray:
-        rows: Any = order[index[0]]  # Of these rows alone; NumPy takes places as it takes a slice.
+        rows: Any = order[index[0]]  # Only these rows; NumPy takes indices as it takes a slice.
         return tensor.read((rows, *index[1:]))
 
     return tensor._replace(read=read)
@@ -154,7 +154,7 @@ def blocks(tensor: Tensor) -> Tensor:
     A byte holds two neighbours there, and in the file two that are half a block apart.
 
     Args:
-      tensor: the stored bytes ``[E, out, groups, 17]``, of which the first is the scale.
+      tensor: the stored bytes ``[E, out, groups, 17]``, the first of which is the scale.
     """
 
     def read(index: Index) -> np.ndarray:

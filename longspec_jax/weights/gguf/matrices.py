@@ -113,7 +113,7 @@ class Type(NamedTuple):
     size: int
     """Bytes of a block."""
     form: Form
-    """Of a matrix of this type alone."""
+    """Of a matrix whose blocks are only of this type."""
     numbers: Callable[[Blocks], np.ndarray]
     """Codes: pairs in a byte as :class:`QuantisedMatrix` has them, or numbers in 8 bits."""
     scales: Callable[[Blocks], Scales]
@@ -140,7 +140,7 @@ def as_blocks(rows: UInt8[np.ndarray, "*out bytes"], name: str) -> Blocks:
     """Rows as whole blocks of a type."""
     size = TYPES[name].size
     if rows.shape[-1] % size:
-        raise ValueError(f"rows of {rows.shape[-1]} bytes are no blocks of {size}, as {name} has")
+        raise ValueError(f"rows of {rows.shape[-1]} bytes are not blocks of {size}, as {name} has")
     return rows.reshape(*rows.shape[:-1], -1, size)
 
 

@@ -114,7 +114,7 @@ class _Place(NamedTuple):
 
     @property
     def of_rows(self) -> bool:
-        """Whether it is a matrix whose rows alone may be in another order."""
+        """Whether it is a matrix of which only the rows may be in another order."""
         return len(self.stored.shape) == 2 and moves_rows(self.change)
 
 

@@ -76,7 +76,7 @@ class Split:
     pattern: str | None
     """Pieces that are merged apart; GPT-2's own if absent."""
     digits: bool = False
-    """Whether every digit is alone before that."""
+    """Whether digits are split one by one before that."""
     composed: bool = False
     """Whether the text is brought into NFC."""
     whole: bool = False
@@ -191,8 +191,8 @@ def _merge(vocab: Vocabulary, text: str) -> tuple[str, str]:
     left, space, right = text.partition(" ")
     if not (left and space and right) or " " in right:
         raise ValueError(
-            f"{vocab.raw.origin}: {PREFIX}merges holds {shown(text)}, which is no pair; download "
-            "the file again"
+            f"{vocab.raw.origin}: {PREFIX}merges holds {shown(text)}, which is not a pair; "
+            "download the file again"
         )
     return left, right
 
@@ -285,7 +285,7 @@ def _model(
             fuse_unk=byte_fallback,
             byte_fallback=byte_fallback,
         )
-    except Exception as error:  # It raises bare Exceptions for merges of what is no token.
+    except Exception as error:  # Bare Exceptions, for merges of pieces that are not tokens.
         raise ValueError(
             f"{vocab.raw.origin}: {PREFIX}merges do not fit the tokens ({error}); download the "
             "file again"

@@ -24,7 +24,7 @@ def cached_scales(config: TargetConfig, tensors: Tensors) -> tuple[HeadScales | 
     """The scales of every layer; empty where a checkpoint has none, which stands for 1.
 
     Raises:
-      ValueError: for scales of some layers or of keys alone, and for numbers that are no scales.
+      ValueError: if only some layers or only keys have scales, or a number is no valid scale.
     """
     found = [
         [_of_layer(config, tensors, index, names) for names in NAMES.values()]

@@ -199,7 +199,7 @@ def _awq(part: JsonObject) -> Quantisation:
 
 
 def _mxfp4(part: JsonObject) -> Quantisation:
-    """The MXFP4 format of gpt-oss, whose experts alone are quantised.
+    """The MXFP4 format of gpt-oss, which quantises only the experts.
 
     The stored tensors show which modules are not.
     """
@@ -253,5 +253,5 @@ def _pattern(text: str, part: JsonObject) -> Matches:
     try:
         compiled = re.compile(checked_pattern(text))
     except re.error as error:
-        raise ValueError(f"{part.origin}: {shown(text)} is no pattern ({error})") from error
+        raise ValueError(f"{part.origin}: {shown(text)} is not a pattern ({error})") from error
     return lambda name: compiled.match(name) is not None

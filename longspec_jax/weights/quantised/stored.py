@@ -87,11 +87,11 @@ class Bytes:
 
     @property
     def label(self) -> str:
-        """As of :class:`Format`."""
+        """See :class:`Format`."""
         return "fp8" if self.floating else "int8"
 
     def read(self, tensors: Tensors, name: str, shape: tuple[int, int]) -> Stored:
-        """As of :class:`Format`."""
+        """See :class:`Format`."""
         kind = "float8_e4m3fn" if self.floating else "I8"
         codes = _named(tensors, name, "weight", (kind,), shape)
         block = self.block or (1, shape[1])
@@ -134,11 +134,11 @@ class Packed:
 
     @property
     def label(self) -> str:
-        """As of :class:`Format`."""
+        """See :class:`Format`."""
         return f"int{self.bits}"
 
     def read(self, tensors: Tensors, name: str, shape: tuple[int, int]) -> Stored:
-        """As of :class:`Format`."""
+        """See :class:`Format`."""
         out, inputs = shape
         each = 32 // self.bits
         groups, group = _groups(name, inputs, self.group)
@@ -168,7 +168,7 @@ class Gptq:
 
     bits: int
     group: int
-    """As of :class:`Packed`."""
+    """See :class:`Packed`."""
     symmetric: bool
     offset: int
     """What is added to a stored zero point: 1 in files of the first version, 0 of the second."""
@@ -178,11 +178,11 @@ class Gptq:
 
     @property
     def label(self) -> str:
-        """As of :class:`Format`."""
+        """See :class:`Format`."""
         return f"int{self.bits}"
 
     def read(self, tensors: Tensors, name: str, shape: tuple[int, int]) -> Stored:
-        """As of :class:`Format`."""
+        """See :class:`Format`."""
         out, inputs = shape
         each = 32 // self.bits
         _refuse_uneven(name, each, **{"out_features": out, "in_features": inputs})
@@ -215,7 +215,7 @@ class Awq:
     """AWQ in its ``gemm`` layout: 4 bits, packed along the outputs and interleaved."""
 
     group: int
-    """As of :class:`Packed`."""
+    """See :class:`Packed`."""
     zero_points: bool
 
     names: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales")
@@ -223,11 +223,11 @@ class Awq:
 
     @property
     def label(self) -> str:
-        """As of :class:`Format`."""
+        """See :class:`Format`."""
         return "int4"
 
     def read(self, tensors: Tensors, name: str, shape: tuple[int, int]) -> Stored:
-        """As of :class:`Format`."""
+        """See :class:`Format`."""
         out, inputs = shape
         _refuse_uneven(name, 8, out_features=out)
         groups, group = _groups(name, inputs, self.group)
@@ -269,7 +269,7 @@ def _integers(
     out, inputs = shape
     each = 8 // bits
     if inputs % each:
-        raise ValueError(f"{words.file}: {inputs} inputs of {bits} bits are no whole bytes")
+        raise ValueError(f"{words.file}: {inputs} inputs of {bits} bits are not whole bytes")
 
     def codes(index: Index) -> np.ndarray:
         rows, columns = (
@@ -333,7 +333,7 @@ def _refuse_uneven(name: str, each: int, **sizes: int) -> None:
     for what, size in sizes.items():
         if size % each:
             raise ValueError(
-                f"{name} has {what}={size}, which is no multiple of the {each} codes of a word; "
+                f"{name} has {what}={size}, which is not a multiple of the {each} codes of a word; "
                 "load a checkpoint of another format"
             )
 

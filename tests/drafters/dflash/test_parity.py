@@ -95,7 +95,7 @@ ANCHORS = np.array([0, 3, 15], np.int32)
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_a_causal_block_is_that_of_the_definition(layers: int, tmp_path: Path) -> None:
-    """Layer by layer: of a draft with its first layers alone, read from a published file."""
+    """Layer by layer: of a draft with only its first layers, read from a published file."""
     torch = pytest.importorskip("torch", reason="the oracle is PyTorch")
     from tests.train.drafts.plain_dflash import DFlashOracle
 

@@ -67,7 +67,7 @@ def test_a_working_cache_changes_no_token() -> None:
 
 
 def test_what_is_read_of_a_working_cache() -> None:
-    """Entry i by the choice of token i. The last token has none: a block of it alone is empty."""
+    """Entry i by the choice of token i. The last token has none: a block of only it is empty."""
     working = WorkingCache(BlockBudget(24, 8, 8, 8), 2, CONFIG)
     drafter = replace(WHOLE, working=working)
     state = drafter.begin(Params(None, None), 3, 61)

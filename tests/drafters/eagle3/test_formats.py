@@ -362,7 +362,7 @@ def test_the_registry_knows_every_dialect(name: str, tmp_path: Path) -> None:
 
 
 def test_a_draft_without_a_window_reuses_no_prefix_and_says_so() -> None:
-    """It needs features of every token of a prompt; with a window of the last ones alone."""
+    """It needs features of every token of a prompt; with a window only of the last ones."""
     config = config_for(toy_spec().target_config, features=(-1, 0, 0))
     draft = Eagle3Draft(config, random_params(config))
     spec = replace(toy_spec(), draft=draft, tree=TreeConfig((1,)))

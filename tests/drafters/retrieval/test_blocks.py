@@ -188,7 +188,7 @@ def test_the_last_token_asks_for_all_layers() -> None:
 @each_row("kind", [Quest, AttentionRetriever])
 def test_it_is_a_selector_and_refuses_what_cannot_be(kind: Any) -> None:
     assert isinstance(kind(CONFIG, TIGHT), Retriever)
-    with pytest.raises(ValueError, match="46 slots is no whole number of blocks of 4"):
+    with pytest.raises(ValueError, match="46 slots is not a whole number of blocks of 4"):
         kind(CONFIG, TIGHT).begin(1, 46)
     with pytest.raises(ValueError, match="queries=0 must be at least 1"):
         Quest(CONFIG, TIGHT, queries=0)

@@ -84,7 +84,7 @@ def test_a_bad_draft_s_tree_at_the_end_gains_nothing() -> None:
 @pytest.mark.parametrize(
     ("hierarchy", "alone"),
     [
-        # A chain of none is one level: the inner drafter's trees, as it would propose them alone.
+        # An empty chain is one level: the inner drafter's trees, as it would propose them alone.
         (PartialVerifier(TREES, SinksAndRecent(2, 5), TreeConfig((2, 3), chain=0)), TREES),
         # Without a drafter inside each round draws one token, by partial passes of the target.
         (PartialVerifier(NoDraft(), ALL, CHAIN), StreamingDrafter(CHAIN, ALL)),
@@ -263,7 +263,7 @@ def test_rows_that_are_done_keep_nobody_waiting() -> None:
 
 
 def test_logits_that_are_not_finite_end_a_row_as_they_end_plain_decoding() -> None:
-    """They draw a token that is none, which must not become a candidate."""
+    """They draw what is not a token, which must not become a candidate."""
     spoiled = replace(LOOKUP, params=TABLE.at[::9].set(jnp.nan), _known={})
     [state] = spoiled.same(PartialVerifier(NoDraft(), ALL, CHAIN), None, [GREEDY])
     rows = spoiled.plain(GREEDY)

@@ -59,7 +59,7 @@ def attending(cache: WorkingCache, length: Any, slots: Any) -> CachedSelection:
 
 
 def looking(cache: WorkingCache, choice: Any, length: Any, slots: Any) -> CachedSelection:
-    """A look at a target's cache in which the row's query attends to one slot alone."""
+    """A look at a target's cache in which the row's query attends to only one slot."""
     rows, config = len(length), cache.target
     shape = (rows, config.num_kv_heads, SLOTS, config.head_width)
     keys = np.full(shape, -1.0, np.float32)
@@ -85,7 +85,7 @@ def test_what_the_target_attends_to_is_read_until_the_next_choice() -> None:
             assert len(read[row]) == len(set(read[row])), "no slot is read twice"
             assert {*range(8), *range(slot // 8 * 8, slot // 8 * 8 + 8)} <= set(read[row])
             assert set(range(last, end)) <= set(read[row]) <= set(range(end))
-            # Four chunks at the choice, of which the last need not be full.
+            # Four chunks at the choice, the last of which need not be full.
             assert len(read[row]) == min(24 + start - last, start) + committed
 
 

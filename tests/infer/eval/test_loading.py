@@ -1,4 +1,4 @@
-"""Where rows come from, and what is said of those that are not as they should be."""
+"""Where rows come from, and how bad rows are reported."""
 
 import json
 import sys

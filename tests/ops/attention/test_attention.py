@@ -98,7 +98,7 @@ def _among_others(own: Prefix) -> Prefix:
 def test_rows_of_a_larger_cache_are_read_where_they_lie(
     implementation: str, start: list[int] | None
 ) -> None:
-    """With the same bits as of a cache of these rows alone."""
+    """With the same bits as from a cache of only these rows."""
     x = inputs(Shape(), "float32", [131, 77], start)
     q, own = x.prefix
     among = _among_others(own)
@@ -380,7 +380,7 @@ def test_sinks_take_part_in_the_softmax_once(implementation: str, window: int | 
 def test_causal_attention_counts_both_ends_of_the_window_and_sinks(
     sinks: np.ndarray | None, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sinks in blocks of queries, of which the last one is not whole, and some keys of a window."""
+    """Sinks in blocks of queries, the last of which is not whole, and some keys of a window."""
     monkeypatch.setattr(attention_xla, "BLOCK", 5)
     distance = np.arange(13)[:, None] - np.arange(13)
     mask = (distance >= 0) & (distance <= (13 if window is None else window))
@@ -411,7 +411,7 @@ def _causal(batch: int, tokens: int) -> np.ndarray:
 
 
 def test_causal_attention_of_a_soft_cap_has_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In blocks of queries, of which the last one is not whole: as of the definition."""
+    """In blocks of queries, the last of which is not whole: as in the definition."""
     monkeypatch.setattr(attention_xla, "BLOCK", 5)
     x = inputs(Shape(tokens=13, keys=13), "float32", [1, 1], mask=_causal(2, 13))
     options = dict(window=6, scale=0.37, cap=1.5)

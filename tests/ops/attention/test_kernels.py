@@ -42,7 +42,7 @@ def test_queries_are_packed_for_nothing() -> None:
 
 
 ONE_KERNEL, TWO_KERNELS = PrefixTile((16,), 16, 32, 4, 2), PrefixTile((16, 32), 16, 32, 4, 2)
-"""Tiles of which one program merges a row tile's splits, and of which a second kernel does."""
+"""Tiles: with one, a program merges a row tile's splits; with the other, a second kernel does."""
 
 
 @pytest.mark.parametrize("interpret", COMPILED)
@@ -65,7 +65,7 @@ def test_splits_are_merged_by_one_kernel_or_two(tile: PrefixTile, interpret: boo
 
 @pytest.mark.parametrize("interpret", COMPILED)
 def test_fresh_keys_are_split_over_programs(interpret: bool) -> None:
-    """Five blocks of keys, of which some rows see nothing: the last program to arrive merges."""
+    """Five blocks of keys; some rows see nothing. The last program to arrive merges."""
     shape = Shape(tokens=9, keys=69)
     mask = np.random.default_rng().random((2, 9, 69)) < 0.3
     mask[0, :, 16:48] = mask[:, 3] = False

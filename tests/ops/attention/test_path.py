@@ -113,9 +113,9 @@ class Refused(NamedTuple):
         Refused("head width 96", width=96),
         Refused("capacity 120", capacity=120),
         Refused("float32", dtype="float32"),
-        Refused("head width 256 is none of 64, 128", width=256, stored="uint8"),
+        Refused("head width 256 is not one of 64, 128", width=256, stored="uint8"),
         Refused("17 tokens is smaller than 18", window=17),
-        Refused("200 slots is no multiple of 128", window=100, capacity=200),
+        Refused("200 slots is not a multiple of 128", window=100, capacity=200),
     ],
 )
 def test_what_the_kernel_does_not_serve_is_refused(call: Refused, monkeypatch) -> None:
@@ -175,7 +175,7 @@ class Text(NamedTuple):
         )
 
     def prefix(self, length: int, window: int | None = None) -> Prefix:
-        """The first tokens in a cache, or in the ring of a window; what nobody sees is NaN."""
+        """The first tokens in a cache, or in the ring of a window; what no query sees is NaN."""
         position = jnp.arange(self.keys.shape[1])
         if window is not None:
             slot = jnp.arange(ring_slots(window, path.SLOTS))

@@ -130,7 +130,7 @@ def test_experts_are_cut_over_a_mesh(tokens: int):
     assert gathered not in (lowered.as_text() or gathered)
     actual, partials = lowered(*rows, cut)
     np.testing.assert_allclose(actual, expert_mlp_reference(x, *chosen, held), atol=3e-5)
-    # One of a row's experts is a partial: it is the sum if it alone has a weight.
+    # One of a row's experts is a partial: it is the sum if only it has a weight.
     only = chosen[1].at[..., 1:].set(0)
     first = expert_mlp_reference(x, chosen[0], only, held)
     np.testing.assert_allclose(partials[0], first, atol=3e-5)

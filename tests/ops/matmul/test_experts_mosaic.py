@@ -23,7 +23,7 @@ ROWS = (1, 2, 16, 64, 69, 128)
 
 
 def chosen(rows: int, experts: int = EXPERTS, each: int = CHOSEN, *, crowded: bool = False) -> Any:
-    """Choices of random rows, of which no one takes expert 1; or all take the last two alone."""
+    """Choices of random rows. None takes expert 1; or all take only the last two."""
     random = np.random.default_rng(rows)
     others = np.delete(np.arange(experts), 1)
     if crowded:

@@ -122,7 +122,7 @@ def test_partials_are_those_of_the_devices_in_their_order() -> None:
 
 
 def test_nothing_is_reduced_between_devices() -> None:
-    """An all-reduce adds up in an order that its library chooses. Partials alone are gathered."""
+    """An all-reduce adds up in an order that its library chooses. Only partials are gathered."""
     mesh = make_mesh(data=2, tp=4)
     x, inner = rows(4, 16)
     x = jax.device_put(x, NamedSharding(mesh, P(BATCH[0])))

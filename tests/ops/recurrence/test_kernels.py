@@ -1,4 +1,4 @@
-"""The kernels of recurrent layers equal the op; a node's bits depend on its path alone."""
+"""The kernels of recurrent layers equal the op; a node's bits depend only on its path."""
 
 from functools import partial
 
@@ -30,7 +30,7 @@ TREES = {
     "branches": (-1, 0, 0, 1, 1, 2, 3, 5, 6, 8, 9),
     "leaves": (-1, 0, 0, 0, 0, 1, 1, 1, 4, 4),
     # As nodes are that fill a group of eight.
-    "nodes that see themselves alone": (-1, 0, 0, 1, 2, -1, -1, -1),
+    "nodes that see only themselves": (-1, 0, 0, 1, 2, -1, -1, -1),
 }
 ROWS = 2
 
@@ -88,7 +88,7 @@ def test_a_node_comes_behind_its_parent_or_its_sibling_or_anew(parents: tuple[in
 
 
 @pytest.mark.parametrize("interpret", COMPILED)
-@each_row("name", ["branches", "nodes that see themselves alone"])
+@each_row("name", ["branches", "nodes that see only themselves"])
 @each_row(("sizes", "dtype"), [(ODD, "float32"), (EVEN, "bfloat16")])
 def test_a_tree_is_the_ops_and_has_the_bits_of_plain_steps(
     name: str, sizes: RecurrenceConfig, dtype: str, interpret: bool

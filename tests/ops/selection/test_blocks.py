@@ -82,7 +82,7 @@ def test_budgets_that_cannot_be_are_refused(words: str, budget: dict[str, int]) 
 
 def test_a_cache_that_is_not_whole_blocks_is_refused() -> None:
     assert BUDGET.blocks_of(48) == 12
-    with pytest.raises(ValueError, match="a cache of 46 slots is no whole number of blocks of 4"):
+    with pytest.raises(ValueError, match="a cache of 46 slots is not a whole number of blocks"):
         BUDGET.blocks_of(46)
 
 

@@ -128,7 +128,7 @@ def test_four_steps_are_those_of_pytorch(
 def test_devices_and_chunks_do_not_change_the_steps(
     name: str, request: pytest.FixtureRequest
 ) -> None:
-    """Few slots of the loss, of which the last are no whole chunk."""
+    """Few slots of the loss, the last of which are not a whole chunk."""
     learned: tiny.Trained = request.getfixturevalue(name)
     given = tiny.given(STAGE, fsdp=2)
     settings = learned.begun.trainer.settings

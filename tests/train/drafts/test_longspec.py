@@ -99,7 +99,7 @@ def test_four_steps_are_those_of_pytorch(share: float, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_devices_and_chunks_do_not_change_the_steps() -> None:
-    """Few tokens of the loss, of which the last are no whole chunk, and MLPs in pieces."""
+    """Few tokens of the loss, the last of which are not a whole chunk, and MLPs in pieces."""
     cut = tiny.four_steps(SETTINGS, tiny.given(STAGE, fsdp=2, tp=2), DATA, 10, 8)
     tiny.assert_same_steps(cut, whole(0.0))
 
@@ -278,7 +278,7 @@ def measured(models: tuple[Any, Any], weights: np.ndarray) -> dict[str, float]:
 
 
 def spoiled(params: Any) -> Any:
-    """Parameters of which one is no number."""
+    """Parameters, one of which is NaN."""
     leaves, tree = jax.tree.flatten(params)
     leaves[-1] = leaves[-1].at[(0,) * leaves[-1].ndim].set(jnp.nan)
     return jax.tree.unflatten(tree, leaves)

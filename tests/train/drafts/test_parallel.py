@@ -112,7 +112,7 @@ def test_four_steps_are_those_of_an_implementation_in_pytorch(
 def test_devices_and_chunks_do_not_change_the_step(
     one: tiny.Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One block at a time, and a few slots of the loss, of which the last are no whole chunk."""
+    """One block at a time, and a few slots of the loss, the last of which are not a whole chunk."""
     monkeypatch.setattr(block_attention, "SCORES", 4 * 4 * 4 * 17)
     given = tiny.given(STAGE, fsdp=2, tp=2)
     tiny.assert_same_steps(tiny.four_steps(SETTINGS, given, DATA, 10, 8), one)

@@ -78,7 +78,7 @@ def test_four_steps_are_those_of_pytorch(one: tiny.Trained, tmp_path: Path) -> N
 
 
 def test_devices_and_chunks_do_not_change_the_steps() -> None:
-    """Few tokens of the loss, of which the last are no whole chunk, and MLPs in pieces."""
+    """Few tokens of the loss, the last of which are not a whole chunk, and MLPs in pieces."""
     whole, cut = tiny.given(STAGE), tiny.given(STAGE, fsdp=2, tp=2)
     tiny.assert_same_steps(
         tiny.four_steps(SETTINGS, whole, DATA, 90), tiny.four_steps(SETTINGS, cut, DATA, 10, 8)

@@ -74,7 +74,7 @@ def test_file_loads_as_the_folder_does(tmp_path, case):
 
 
 def test_the_layer_behind_the_others_is_a_draft(tmp_path):
-    """As of the folder; a second one is none of it, and the target loads next to either."""
+    """As in the folder; a second one is refused, and the target loads next to either."""
     model = make_model("qwen3.5", **OVERRIDES["qwen3.5"])
     model.save_pretrained(tmp_path / "folder")
     target = Target(*load_target(tmp_path / "folder", dtype="float32"))

@@ -59,7 +59,7 @@ def test_weights_are_those_of_the_package(name: str) -> None:
 def test_what_has_no_such_form_is_named() -> None:
     with pytest.raises(NotImplementedError, match="Q2_K has no packed form"):
         from_blocks(np.zeros((1, 84), np.uint8), "Q2_K")
-    with pytest.raises(ValueError, match="rows of 20 bytes are no blocks of 18, as Q4_0 has"):
+    with pytest.raises(ValueError, match="rows of 20 bytes are not blocks of 18, as Q4_0 has"):
         from_blocks(np.zeros((1, 20), np.uint8), "Q4_0")
 
 

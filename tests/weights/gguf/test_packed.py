@@ -125,7 +125,7 @@ def test_text_is_that_of_the_dequantised_model(tmp_path, monkeypatch):
     assert found == expected
 
 
-def test_a_gpu_keeps_them_in_16_bits_alone(tmp_path, monkeypatch):
+def test_a_gpu_keeps_them_only_in_16_bits(tmp_path, monkeypatch):
     path = written(tmp_path / "model.gguf", "llama3", "Llama")
     whole = {dtype: target_bytes(path, dtype=dtype) for dtype in ("bfloat16", "float32")}
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

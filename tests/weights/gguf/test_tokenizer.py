@@ -152,7 +152,7 @@ def test_what_ends_a_text_is_put_there_where_the_file_says_so(tmp_path):
         ({"tokens": ["a"] * 5000}, "has 5000 texts, and the model 40 embeddings"),
         ({"token_type": [1, 2]}, "token_type must be a number from 1 to 6 for each"),
         ({"token_type": [9] * 40}, "token_type must be a number from 1 to 6 for each"),
-        ({"merges": ["ab"]}, "merges holds 'ab', which is no pair"),
+        ({"merges": ["ab"]}, "merges holds 'ab', which is not a pair"),
         ({"merges": ["zz zz"]}, "merges do not fit the tokens"),
         ({"eos_token_id": 99}, "eos_token_id=99 must be token ids"),
         ({"normalizer.lowercase": True}, "may change tokens, and is not read"),

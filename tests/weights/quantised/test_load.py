@@ -296,8 +296,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "group_size=0": {"quant_method": "awq", "bits": 4, "group_size": 0},
     "bits=8": {"quant_method": "awq", "bits": 8, "group_size": 32},
     "is_marlin_format": {"quant_method": "gptq", "bits": 4, "is_marlin_format": True},
-    "'[' is no pattern": {"quant_method": "gptq", "bits": 4, "dynamic": {"+:[": {}}},
-    "'lm_[' is no pattern": IN_4_BITS | {"ignore": ["re:lm_["]},
+    "'[' is not a pattern": {"quant_method": "gptq", "bits": 4, "dynamic": {"+:[": {}}},
+    "'lm_[' is not a pattern": IN_4_BITS | {"ignore": ["re:lm_["]},
     "nor more than 6 parts": IN_4_BITS | {"ignore": ["re:" + ".*" * 7 + "!"]},
     "must be two sizes, outputs and inputs": {"quant_method": "fp8", "weight_block_size": [128]},
     "must name the quantised linears": IN_4_BITS | {"config_groups": {}},
@@ -356,7 +356,7 @@ def test_a_quantised_target_is_not_saved_as_a_whole_one(tmp_path: Path) -> None:
 
 
 def test_scales_of_a_cache_are_read_where_it_is_asked_for(tmp_path: Path) -> None:
-    """One a layer or one a head; some layers' alone are refused, and what is no scale."""
+    """One a layer or one a head. Only some layers' are refused, and so is a bad scale."""
     folder = write(tmp_path, "W8A16")
     file, attention = folder / "model.safetensors", "model.layers.{}.self_attn.{}".format
     tensors = load_file(file)
