@@ -73,8 +73,8 @@ def keep_programs(folder: str | Path | None = None) -> Path | None:
       The folder in use, None for none.
 
     Raises:
-      ValueError: if others own or may write to a folder that was named; the default one is then
-        not used, and a line says so.
+      ValueError: if others own or may write to a folder that was named. Such a default one is not
+        used, and a line says so.
     """
     in_use = jax.config.values["jax_compilation_cache_dir"]
     if in_use and folder is None:

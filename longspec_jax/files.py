@@ -116,7 +116,7 @@ def make_folder(folder: Path, option: str) -> None:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder that does not exist, and its parents, only for this user.
+    """Make a folder, and those above it that are missing, private to this user.
 
     Raises:
       OSError: if it cannot be made.

@@ -46,7 +46,7 @@ from longspec_jax.weights.model_files import names_of_tensors, read_config
 
 _SETTINGS = "tokenizer_config.json"
 SENTENCES = "tokenizer.model"
-"""A tokenizer of sentencepiece; a folder may have no other."""
+"""A tokenizer of sentencepiece; some folders have only this one."""
 _GENERIC = "PreTrainedTokenizerFast"
 _importing = threading.Lock()
 

@@ -137,7 +137,7 @@ def installed_text_config(
         if variant == "parallel":
             draft = dict(kind=variant, distillation=0.9)
             # A target of 1.5B has 83 steps of 131,072 tokens in two minutes of one H200. In so few
-            # a draft learns how frequent tokens are.
+            # a draft learns little but how frequent tokens are.
             rows, tokens = 16, 32_768
         data.update(corpus={**code_corpus(vocab_size), "tokenizer": target})
         long_rows = tokens // long_length

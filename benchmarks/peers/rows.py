@@ -91,7 +91,7 @@ def timed(seconds: Sequence[float], steps: float, tokens: float) -> Row:
     """The figures of repetitions that took so long each.
 
     Args:
-      seconds: of only decoding, by repetition.
+      seconds: of decoding only, by repetition.
       steps: plain steps or rounds of one repetition.
       tokens: emitted in it, over all rows of the batch.
     """

@@ -3,7 +3,7 @@
 Every peer runs in processes of its own, one after the other, and answers rows of one schema
 (``benchmarks.peers.rows``): ``plain`` and ``round`` are of random weights of a shape, from prompts
 of random tokens; ``real`` continues code with the weights of ``--target`` (``llama.cpp``: of
-``--gguf``), past every stop token. Times are medians of only decoding on the engine's own clock;
+``--gguf``), past every stop token. Times are medians of decoding only, on the engine's own clock;
 prefill is apart. Rounds accept as many tokens as ``--acceptance`` says, drawn by each engine's own
 means: ours in trees of 64 nodes, vLLM's in chains of three; of JetSpec's rounds only the time is a
 figure. ``differing_tokens`` compares the texts of a peer with its own plain decoding at the same

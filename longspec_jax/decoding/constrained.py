@@ -151,7 +151,7 @@ def allowed_tokens(
 
 
 def first_tokens(constraints: Sequence[Guarded | None], vocabulary: int) -> np.ndarray:
-    """``[B, 1, W]`` what may come first in every row, one of which has a constraint."""
+    """``[B, 1, W]`` what may come first in every row; one has a constraint, at least."""
     given = {row: one for row, one in enumerate(constraints) if one is not None}
     # Nothing is asked about the last token of a prompt.
     roots = np.full((len(constraints), 2, 1), -1)

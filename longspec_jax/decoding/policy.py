@@ -113,8 +113,8 @@ class FastestWithinBudget(Policy):
     """Regret of all looks from the beginning, in rounds of the cheapest candidate; with three
     waits, as a look has two. Without them a candidate that began badly would never run again."""
     doubt: float = 0.5
-    """How much faster than its estimate the leader may be, relative, if that is of one round;
-    uncertainty falls with the square root of the rounds."""
+    """How much faster than its estimate the leader may be, relative, if the estimate is of one
+    round; uncertainty falls with the square root of the rounds."""
     hope: float = 0.15
     """The same of a candidate that a look would show. It is less: what makes one tree's rounds emit
     more in a text makes others', too, and a look takes a fifth of a call of 256 tokens that lookup
@@ -148,7 +148,7 @@ class FastestWithinBudget(Policy):
         Args:
           seconds: without the wait.
           tokens: that a round of each may emit in a row, from earlier runs or as a guess. A
-            candidate without one is looked at first.
+            candidate whose number is None is looked at first.
           wait: seconds that the host adds to a launch.
           shows: of every candidate, which ones its rounds show.
           least: seconds of a round that verifies nothing, of the candidates that may do so.

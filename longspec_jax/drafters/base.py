@@ -59,8 +59,7 @@ class Needs:
     first: int = 0
     """How many of the first tokens it depends on besides the last ones."""
     text: bool = False
-    """Whether it gets all committed tokens, only their ids where its features do not need
-    them."""
+    """Whether it gets all committed tokens; only their ids where it needs no features of them."""
 
     def __or__(self, other: "Needs") -> "Needs":
         """What two drafters need together."""
@@ -333,8 +332,8 @@ class Drafter:
     name: str
     """Name of the drafter kind."""
     tree: TreeConfig
-    """The static shape of the trees it proposes; one that it cannot grow is refused when it is
-    made."""
+    """The static shape of the trees it proposes. One that the drafter cannot grow is refused when
+    the drafter is made."""
     looks_up: ClassVar[bool] = False
     """Whether it proposes what text holds already, and has no model. All of its trees then have
     :attr:`Tree.totals`, by which rounds weigh them."""

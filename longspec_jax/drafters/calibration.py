@@ -122,7 +122,7 @@ class Counts:
     """How often tokens of every class were right in a row, lately."""
 
     tried: Leaf[Float[Array, "B K"]]
-    """Those whose earlier tokens on their path were all right."""
+    """Those with no wrong token before them on their path."""
     right: Leaf[Float[Array, "B K"]]
 
     @classmethod

@@ -130,7 +130,7 @@ def kind_of_tensors(tensors: Set[str], *, whole: bool, own: bool) -> Kind:
     Args:
       tensors: their names.
       whole: whether they are a whole model of a known family.
-      own: whether they are the target's, of which the MTP layer drafts.
+      own: whether they are the target's own: an MTP layer among them drafts for it.
     """
     if any(name.startswith("mtp.") for name in tensors) and (own or not whole):
         return MTP

@@ -6,7 +6,7 @@ covers the whole vocabulary: a token that is left out is drawn all the same, one
 
 Two sources need no corpus. A tokenizer that merges pairs has learned the frequent ones first
 (:func:`first_merged`). And a text repeats its own rare words: the tokens of each row join the
-list, only in that row (:class:`OwnTokens`).
+list, but only in that row (:class:`OwnTokens`).
 """
 
 import json
@@ -24,7 +24,7 @@ from longspec_jax.checks import Tokenizer
 from longspec_jax.drafters.base import Committed
 
 OWN_TOKENS = 512
-"""Occurrences of tokens that are listed for only one row. Of 4,000 tokens of code or prose 20 to 50
+"""Occurrences of tokens that every row lists for itself. Of 4,000 tokens of code or prose 20 to 50
 different ones are not among the 65,536 that Llama 3 or Qwen2.5 merged first."""
 
 

@@ -328,7 +328,7 @@ def referred(schema: Mapping[str, Any], reference: str) -> object:
 
 
 def _ends(schema: object, ends: Mapping[str, bool]) -> bool:
-    """Whether a finite text satisfies a schema, given the references that are known to be so."""
+    """Whether a finite text satisfies a schema, given which references are known to have one."""
     if not isinstance(schema, Mapping):
         return True
     reference = schema.get("$ref")

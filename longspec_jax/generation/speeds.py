@@ -217,7 +217,7 @@ class Settled:
     timings: tuple[TreeTiming, ...] = ()
     """What earlier calls of its kind have shown."""
     seen: frozenset[TreeConfig] = frozenset()
-    """Trees that this process has shown it for."""
+    """Trees of which this process has run rounds."""
     kind: str | None = None
     """The kind of call; None where nothing is learnt."""
 

@@ -102,7 +102,7 @@ def test_what_a_draft_needs_bounds_what_is_reused() -> None:
     """At least the last token's chunk is run, for its logits."""
     reusable = [most_reusable(NOTHING, length, 8) for length in (1, 8, 9, 16, 17)]
     assert reusable == [0, 0, 1, 1, 2]
-    assert most_reusable(Needs(), 33, 8) == 4, "only tokens are known"
+    assert most_reusable(Needs(), 33, 8) == 4, "no chunk is run for its tokens"
     quest = PartialVerifier(
         STREAMING, Quest(CONFIG, BlockBudget(32, 8, 8, 8)), TreeConfig((1, 1, 1, 1))
     )
@@ -112,7 +112,7 @@ def test_what_a_draft_needs_bounds_what_is_reused() -> None:
     ]
     sinks = Needs(hidden=(0,), recent=2, first=9)
     assert most_reusable(sinks, 33, 8) == 3 and run_again(sinks, 8) == 2
-    assert run_again(Needs(recent=2, first=9), 8) == 0, "only tokens are known"
+    assert run_again(Needs(recent=2, first=9), 8) == 0, "no chunk is run for its tokens"
     shown = [concerns(sinks, np.array([33]), offset, 8) for offset in range(0, 40, 8)]
     assert shown == [True, True, False, True, True]
 

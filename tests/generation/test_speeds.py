@@ -52,7 +52,7 @@ def spec():
 
 
 def told(spec, prompts: Any = PROMPT, **options) -> tuple[Any, list[Tuned]]:
-    """The result of a call, and what it reported to begin with."""
+    """The result of a call, and its reports of what it begins with."""
     found: list[Any] = []
     result = spec.generate(prompts, **{**OPTIONS, **options}, on_activity=found.append)
     return result, [activity for activity in found if isinstance(activity, Tuned)]

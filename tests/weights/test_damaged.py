@@ -273,7 +273,7 @@ def test_saving_into_the_home_folder(tmp_path, monkeypatch):
 
 
 def test_experts_without_bytes_are_not_listed_for_ever(tmp_path):
-    """Such a tensor of 2**40 experts is a file of 100 bytes, and so is each of 200,000 names."""
+    """A file of 100 bytes may claim 2**40 of them, and one of 20 KB has 200 such tensors."""
     stacked = Tensor((2**15, 2, 0), "float32", lambda index: np.zeros(0), tmp_path)
     names = (f"model.layers.{index}.mlp.experts.gate_up_proj" for index in range(9))
     found = each_expert(dict.fromkeys(names, stacked), ["model.layers.0.", "model.layers.9."])

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 FORM = 1
 """Of how texts become tokens; another one makes older files unknown."""
 SETTINGS = "settings.json"
-"""What texts or a tokenizer were made with, in their folder."""
+"""The file that says what texts or a tokenizer were made with, in their folder."""
 OF_TEXTS = "held_out", "max_bytes", "max_distribution_bytes"
 OF_TOKENIZER = "vocab_size", "tokenizer_bytes"
 

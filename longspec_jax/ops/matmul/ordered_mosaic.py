@@ -52,7 +52,8 @@ def matmul(
       result, if the tile splits the contraction.
 
     Raises:
-      NotImplementedError: if ``K`` or ``N`` is no multiple of 64, or of the tile's fewer columns.
+      NotImplementedError: if ``K`` or ``N`` is not a multiple of 64, or of the columns of a
+        narrower tile.
     """
     contracted, columns = weights.shape[0], weights.shape[-1]
     refuse_uneven(contracted, columns, whole=min(WHOLE, tile.columns))

@@ -123,7 +123,7 @@ def pack_shares(matrix: QuantisedMatrix, dtype: DTypeLike) -> PackedShares:
     sharding: Any = matrix.codes.sharding
     mesh, spec = sharding.mesh, tuple(sharding.spec)
     if mesh.shape["fsdp"] > 1 or mesh.shape["tp"] > 1 and "tp" not in spec:
-        raise NotImplementedError("only weights that no axis but tp cuts are packed on a mesh")
+        raise NotImplementedError("weights on a mesh are packed if tp cuts them, and no other axis")
     if matrix.floating:
         raise NotImplementedError("experts in 4-bit floats are packed only on one device")
     cut = spec.index("tp") if mesh.shape["tp"] > 1 else 0  # One share may be of any axis.
