@@ -545,7 +545,7 @@ def test_memory_that_the_guides_name_is_that_of_the_plan() -> None:
 def test_extras_are_described_and_those_that_are_named_exist() -> None:
     """In pages, container files, notebooks and CI: pip only warns of an extra that is gone."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    words = set(re.findall(r"`(?:-e '\.\[)?(\w+)(?:\]')?`", (ROOT / "README.md").read_text()))
+    words = set(re.findall(r"`(\w+)`", (ROOT / "docs/tutorials/first-run.md").read_text()))
     assert project["optional-dependencies"].keys() - words == set()
     files = [*PAGES, *(ROOT / "deploy").iterdir(), *(ROOT / "notebooks").glob("*.ipynb")]
     named = {

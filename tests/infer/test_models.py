@@ -1,4 +1,4 @@
-"""What a command starts during its imports, and that failures are left to whoever asks."""
+"""What a command starts during its imports; a failure is raised where devices are asked for."""
 
 import threading
 
