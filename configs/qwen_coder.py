@@ -7,10 +7,15 @@ r"""The LongSpec draft of Qwen2.5-Coder-1.5B-Instruct, which pip installs, from 
         --max_new_tokens=512 --max_row_tokens=2560 --max_num_seqs=128
     python -m train.run --config=qwen_coder:answers --workdir=runs/qwen_coder-answers
 
-Variants: ``text`` and ``answers``, as in ``configs/smollm2.py``, and ``parallel``, a parallel draft
-from the same text. In four minutes of one H200 (22 M tokens: 180 seconds of the first stage and 60
-of the second) that draft learnt to gain 1.6 times on code, greedily. Hardware: one GPU of 80 GB;
-with more of them a draft learns from as many more tokens in the same time.
+Variants: ``text`` and ``answers``, as in ``configs/smollm2.py``; ``eagle3`` and ``parallel``,
+drafts of these kinds from the same text:
+
+    python -m train.run --config=qwen_coder:eagle3 --workdir=runs/qwen_coder-eagle3
+
+In twelve minutes of one H200 a LongSpec draft sees 75 M tokens, a parallel one 64 M and an EAGLE-3
+draft 43 M, and the last one gains most (``docs/results.md``). Hardware: one or
+two GPUs of 80 GB; more of them want more rows of the second stage
+(``--config.stages.long.batch``).
 """
 
 from functools import partial
@@ -24,4 +29,6 @@ get_config = partial(
     vocab_size=151_936,
     long_length=16_384,
     turn=CHATML_TURN,
+    rows=16,
+    seconds=(520.0, 200.0),
 )

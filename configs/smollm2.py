@@ -7,10 +7,11 @@ r"""The LongSpec draft of SmolLM2-135M-Instruct, which pip installs, from text t
         --max_new_tokens=512 --max_row_tokens=2560 --max_num_seqs=256
     python -m train.run --config=smollm2:answers --workdir=runs/smollm2-answers
 
-Variants: ``text``, source code and documentation, ``answers``, the target's own, and ``parallel``,
-a parallel draft from the same text. The draft that comes with the package is of the first two, made
-on one H200: 8 minutes of text (188 M and 57 M tokens, at 695,000 and 477,000 tokens/s), 4 minutes
-of answers (2.1 M tokens without loops) and 1 minute of learning them (39 M tokens).
+Variants: ``text``, source code and documentation, ``answers``, the target's own, and ``eagle3`` and
+``parallel``, drafts of these kinds from the same text. The draft that comes with the package is of
+the first two, made on one H200: 8 minutes of text (188 M and 57 M tokens, at 695,000 and 477,000
+tokens/s), 4 minutes of answers (2.1 M tokens without loops) and 1 minute of learning them (39 M
+tokens).
 """
 
 from functools import partial
@@ -24,4 +25,6 @@ get_config = partial(
     vocab_size=49_152,
     long_length=8192,
     turn=CHATML_TURN,
+    rows=128,
+    seconds=(270.0, 120.0),
 )

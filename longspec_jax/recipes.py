@@ -112,47 +112,65 @@ def code_corpus(vocab_size: int, folder: str = "") -> dict[str, Any]:
     return dict(held_out=HELD_OUT, vocab_size=vocab_size, folder=folder)
 
 
+TEXT_DRAFTS: dict[str, dict[str, Any]] = {
+    "text": dict(max_shift=5, distillation=0.9),
+    "parallel": dict(kind="parallel", distillation=0.9),
+    # 99.7 % of what a target of 151,936 tokens chooses on code are 32,000 of them.
+    "eagle3": dict(kind="eagle3", vocabulary=32_000),
+}
+"""The drafts that :func:`installed_text_config` trains on text, by variant."""
+
+
 def installed_text_config(
-    name: str, variant: str = "text", *, target: str, vocab_size: int, long_length: int, turn: str
+    name: str,
+    variant: str = "text",
+    *,
+    target: str,
+    vocab_size: int,
+    long_length: int,
+    turn: str,
+    rows: int,
+    seconds: tuple[float, float],
 ) -> "ConfigDict":
-    """A LongSpec draft of a released model in minutes, from text that is on every machine.
+    """A draft of a released model in minutes, from text that is on every machine.
 
     Args:
       name: of the configuration file.
-      variant: ``text`` trains on the source code and documentation installed here, short rows at
-        anchor-offset positions and then long ones. ``answers`` goes on with
-        ``runs/NAME/draft`` on what the target itself wrote, ``runs/NAME/answers.jsonl``.
-        ``parallel`` trains a parallel draft on the text, in smaller steps.
+      variant: ``text`` trains a LongSpec draft on the source code and documentation installed here,
+        short rows at anchor-offset positions and then long ones; ``eagle3`` and ``parallel`` train
+        drafts of these kinds on the same rows. ``answers`` goes on with ``runs/NAME/draft`` on what
+        the target itself wrote, ``runs/NAME/answers.jsonl``.
       target: of :data:`longspec_jax.released.RELEASED`, a folder, a file or a hub id.
       vocab_size: of its tokenizer.
       long_length: tokens of a row in the stage of long rows; the offsets of the others reach it.
       turn: how its chat template writes a turn.
+      rows: of 1,024 tokens in a step. Some thousand steps should fit into the first stage: in 83
+        steps a draft learns little but how frequent tokens are.
+      seconds: of the two stages of text.
     """
     config = base_config()
     offset = long_length - 1024
     data: dict[str, Any] = dict(turn=turn)
-    draft: dict[str, Any] = dict(max_shift=5, distillation=0.9)
-    if variant in ("text", "parallel"):
-        rows, tokens = 128, 131_072
-        if variant == "parallel":
-            draft = dict(kind=variant, distillation=0.9)
-            # A target of 1.5B has 83 steps of 131,072 tokens in two minutes of one H200. In so few
-            # a draft learns little but how frequent tokens are.
-            rows, tokens = 16, 32_768
+    if variant in TEXT_DRAFTS:
+        draft = dict(TEXT_DRAFTS[variant])
         data.update(corpus={**code_corpus(vocab_size), "tokenizer": target})
-        long_rows = tokens // long_length
+        rate = 1e-3
+        if variant == "eagle3":  # It attends to distances, of which short rows have few.
+            rate, offset = 3e-4, 0
+        long_rows = max(2, rows * 1024 // long_length)
+        first, second = seconds
         stages = dict(
-            short=stage(1024, rows, 1e-3, max_seconds=270.0, accumulation=0, max_offset=offset),
-            long=stage(long_length, long_rows, 3e-4, max_seconds=120.0, accumulation=0),
+            short=stage(1024, rows, rate, max_seconds=first, accumulation=0, max_offset=offset),
+            long=stage(long_length, long_rows, 3e-4, max_seconds=second, accumulation=0),
         )
     elif variant == "answers":
         data.update(files=f"runs/{name}/answers.jsonl", pack=True)
-        draft.update(init=f"runs/{name}/draft")
+        draft = dict(max_shift=5, distillation=0.9, init=f"runs/{name}/draft")
         stages = dict(
             answers=stage(1024, 128, 2e-4, max_seconds=60.0, accumulation=0, max_offset=offset)
         )
     else:
-        known = "text, parallel, answers"
+        known = ", ".join((*TEXT_DRAFTS, "answers"))
         raise ValueError(f"{name} has no variant {variant!r}; choose one of {known}")
     config.update(
         target=target,

@@ -1,8 +1,8 @@
 """Our own rows: the engine's rounds as ``python -m benchmarks decode`` times them, and real texts.
 
 ``ours`` has one order of sums, so that speculation changes no bit; ``ours-fastest`` has the fastest
-kernels. A ``round`` is verified in the default tree of 64 nodes; drafts are in 8 bits, the default
-next to a large target on a GPU.
+kernels. A ``round`` is verified in the tree that the drafter names, or in the default one of 64
+nodes; drafts are in 8 bits, the default next to a large target on a GPU.
 """
 
 import dataclasses
@@ -35,7 +35,10 @@ def main(path: str, *, batch_invariant: bool = True) -> None:
     if job.what == ATTENTION:
         attention.measure(job, "ours")
         return
-    words = ["decode", "--shape", job.shape, "--draft", job.drafter or PLAIN_BESIDE]
+    drafter = job.drafter or PLAIN_BESIDE
+    kind, _, named = drafter.partition(", ")
+    tree = named or str(DEFAULT_TREE)
+    words = ["decode", "--shape", job.shape, "--draft", kind, "--tree", tree]
     words += ["--acceptance", str(job.tau), "--repetitions", str(job.repetitions)]
     words += ["--new_tokens", str(job.new_tokens), "--draft_option", "int8"]
     words += [f"--{'' if batch_invariant else 'no-'}batch_invariant"]
@@ -47,8 +50,8 @@ def main(path: str, *, batch_invariant: bool = True) -> None:
             decode.main(parser().parse_args([*words, *more]))
             rows = json.loads(file.read_text())["rows"]
         for row in rows:
-            plain, round_ = both(row, job.drafter or PLAIN_BESIDE)
-            if job.what == PLAIN or job.drafter == PLAIN_BESIDE:
+            plain, round_ = both(row, f"{kind}, {tree}")
+            if job.what == PLAIN or drafter == PLAIN_BESIDE:
                 job.add(plain)
             if job.what == ROUND:
                 job.add(round_)
@@ -64,7 +67,7 @@ def both(row: Row, drafter: str) -> tuple[Row, Row]:
     }
     round_ = {
         "what": ROUND,
-        "drafter": f"{drafter}, {DEFAULT_TREE}",
+        "drafter": drafter,
         "tau": row["acceptance_length"],
         "ms": row["round_ms"],
         "tokens_per_second": row["tokens_per_second"],

@@ -5,10 +5,10 @@ Every peer runs in processes of its own, one after the other, and answers rows o
 of random tokens; ``real`` continues code with the weights of ``--target`` (``llama.cpp``: of
 ``--gguf``), past every stop token. Times are medians of decoding only, on the engine's own clock;
 prefill is apart. Rounds accept as many tokens as ``--acceptance`` says, drawn by each engine's own
-means: ours in trees of 64 nodes, vLLM's in chains of three; of JetSpec's rounds only the time is a
-figure. ``differing_tokens`` compares the texts of a peer with its own plain decoding at the same
-temperature and seed; a peer whose sampled texts depend on the draft by design has figures there
-too.
+means: ours in trees of 64 nodes and in chains of three, vLLM's in chains of three; of JetSpec's
+rounds only the time is a figure. ``differing_tokens`` compares the texts of a peer with its own
+plain decoding at the same temperature and seed; a peer whose sampled texts depend on the draft by
+design has figures there too.
 """
 
 import argparse
@@ -69,7 +69,7 @@ OURS = Peer(
     needs=("jax",),
     drafters={
         PLAIN: (None,),
-        ROUND: ("longspec", "eagle3"),
+        ROUND: ("longspec", "eagle3, chain:3"),
         REAL: (None, "ngram"),
         ATTENTION: STEPS,
     },

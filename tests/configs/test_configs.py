@@ -73,12 +73,17 @@ def test_a_draft_of_an_installed_target_learns_text_and_then_answers(name: str) 
     assert text.target == answers.target == text.data.corpus.tokenizer  # type: ignore[union-attr]
     short, long = text.stages
     assert short.seq_len + short.max_offset == long.seq_len and not long.max_offset
-    assert short.batch * short.seq_len == long.batch * long.seq_len
-    assert load(name, "parallel").draft.kind == "parallel"
+    assert 1 <= long.batch * long.seq_len / (short.batch * short.seq_len) <= 2
+    for kind in ("parallel", "eagle3"):
+        other = load(name, kind)
+        assert other.draft.kind == kind and other.data == text.data
+        seconds = [stage.max_seconds for stage in text.stages]
+        assert [stage.max_seconds for stage in other.stages] == seconds  # At equal minutes.
+    assert not other.stages[0].max_offset
     [stage] = answers.stages
     assert answers.draft.init == f"runs/{name}/draft" and stage.max_offset
     assert answers.data.files == f"runs/{name}/answers.jsonl" and answers.data.pack
-    with pytest.raises(ValueError, match="choose one of text, parallel, answers"):
+    with pytest.raises(ValueError, match="choose one of text, parallel, eagle3, answers"):
         load(name, "short")
 
 
