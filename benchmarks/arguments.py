@@ -338,7 +338,7 @@ PEER: Options = {
     "gguf": _each(cli.file_path, "files of the same weights, for llama.cpp", []),
     "files": TEXTS["files"],
     "texts": TEXTS["texts"],
-    "text_context": _of(COUNT, "tokens of a real prompt", ByMachine(8192, 256)),
+    "draft": _of(cli.path, "an EAGLE-3 draft of the target, for real texts of ours and vLLM"),
     "temperature": TEXTS["temperature"],
     "seconds": _of(COUNT, "after which a process of a peer is ended", 300),
 }

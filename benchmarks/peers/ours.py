@@ -20,7 +20,7 @@ from ..arguments import parser
 from ..report import Row
 from ..timing import step
 from . import attention
-from .rows import ATTENTION, PLAIN, REAL, ROUND, Job, text_row
+from .rows import ATTENTION, DRAFT, PLAIN, REAL, ROUND, Job, text_row
 
 PLAIN_BESIDE = "longspec"
 """The draft whose rows have the plain step, too: it is the same next to every draft."""
@@ -78,7 +78,8 @@ def both(row: Row, drafter: str) -> tuple[Row, Row]:
 def texts(job: Job) -> None:
     """A row for every text and temperature."""
     step(f"ours: {job.drafter or 'plain'}, {job.shape}")
-    spec = LongSpec.from_pretrained(job.model, job.drafter or "ngram", dtype="bfloat16")
+    draft = job.draft if job.drafter == DRAFT else "ngram"
+    spec = LongSpec.from_pretrained(job.model, draft, dtype="bfloat16")
     longest = max(map(len, job.texts)) + job.new_tokens
     spec = dataclasses.replace(spec, expected_tokens=longest)
     for temperature in job.temperatures:

@@ -21,6 +21,8 @@ from ..report import Row, refusal
 from ..timing import rounded
 
 PLAIN, ROUND, REAL, ATTENTION = MEASURED
+DRAFT = "eagle3"
+"""The drafter of random weights in rounds, and in real texts the draft that the command names."""
 FIELDS = (
     "peer version what shape context batch temperature drafter tau ms tokens_per_second "
     "differing_tokens new_tokens prefill_ms refusal"
@@ -49,6 +51,8 @@ class Job:
     repetitions: int
     texts: tuple[tuple[int, ...], ...]
     """Prompts of ``real``."""
+    draft: str
+    """The folder of :data:`DRAFT`, of ``real``."""
     rows: str
     """The file that rows are appended to, one JSON object a line."""
 

@@ -3,12 +3,13 @@
 Every peer runs in processes of its own, one after the other, and answers rows of one schema
 (``benchmarks.peers.rows``): ``plain`` and ``round`` are of random weights of a shape, from prompts
 of random tokens; ``real`` continues code with the weights of ``--target`` (``llama.cpp``: of
-``--gguf``), past every stop token. Times are medians of decoding only, on the engine's own clock;
-prefill is apart. Rounds accept as many tokens as ``--acceptance`` says, drawn by each engine's own
-means: ours in trees of 64 nodes and in chains of three, vLLM's in chains of three; of JetSpec's
-rounds only the time is a figure. ``differing_tokens`` compares the texts of a peer with its own
-plain decoding at the same temperature and seed; a peer whose sampled texts depend on the draft by
-design has figures there too.
+``--gguf``), past every stop token, plainly, with lookup, and with ``--draft``. Times are medians of
+decoding only, on the engine's own clock; prefill is apart. Rounds accept as many tokens as
+``--acceptance`` says, drawn by each engine's own means: ours in trees of 64 nodes and in chains of
+three, vLLM's in chains of three; of JetSpec's rounds only the time is a figure.
+``differing_tokens`` compares the texts of a peer with its own plain decoding at the same
+temperature and seed; a peer whose sampled texts depend on the draft by design has figures there
+too.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from ..arguments import CODE, SHAPES
 from ..prompts import prompts
 from ..report import Report, Row, run_header
 from ..timing import step
-from .rows import ATTENTION, FIELDS, PLAIN, REAL, ROUND, Job, merged_texts, whole
+from .rows import ATTENTION, DRAFT, FIELDS, PLAIN, REAL, ROUND, Job, merged_texts, whole
 
 POSITIONS = 2**18
 """Of random weights, whose contexts no training limits."""
@@ -70,7 +71,7 @@ OURS = Peer(
     drafters={
         PLAIN: (None,),
         ROUND: ("longspec", "eagle3, chain:3"),
-        REAL: (None, "ngram"),
+        REAL: (None, "ngram", DRAFT),
         ATTENTION: STEPS,
     },
     plain_with_rounds=True,
@@ -79,7 +80,7 @@ VLLM = Peer(
     module="benchmarks.peers.vllm_engine",
     package="vllm",
     needs=("vllm",),
-    drafters={PLAIN: (None,), ROUND: ("eagle3",), REAL: (None, "ngram")},
+    drafters={PLAIN: (None,), ROUND: (DRAFT,), REAL: (None, "ngram", DRAFT)},
     gpu=True,
     environment=NO_FLASHINFER,
 )
@@ -182,6 +183,8 @@ def jobs(
             models = {file.stem: str(file) for file in arguments.gguf}
         for shape, model in models.items():
             for drafter in drafters[what]:
+                if what == REAL and drafter == DRAFT and arguments.draft is None:
+                    continue
                 yield Job(
                     what=what,
                     drafter=drafter,
@@ -194,6 +197,7 @@ def jobs(
                     new_tokens=arguments.new_tokens,
                     repetitions=arguments.repetitions,
                     texts=texts if what == REAL else (),
+                    draft=str(arguments.draft),
                     rows=str(folder / "rows.jsonl"),
                 )
 
@@ -265,7 +269,11 @@ def real_texts(arguments: argparse.Namespace) -> tuple[tuple[int, ...], ...]:
     from transformers import AutoTokenizer
 
     reader = Reader(AutoTokenizer.from_pretrained(arguments.target))
-    found = prompts(reader, CODE, arguments.text_context, arguments.texts, arguments.files)
+    found = [
+        prompt
+        for context in arguments.context
+        for prompt in prompts(reader, CODE, context, arguments.texts, arguments.files)
+    ]
     return tuple(tuple(map(int, prompt.tokens)) for prompt in found)
 
 

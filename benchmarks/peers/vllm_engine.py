@@ -18,7 +18,7 @@ from typing import Any
 
 from ..report import Row
 from ..timing import rounded, step
-from .rows import REAL, ROUND, Job, random_prompts, rounds_of, text_row, timed
+from .rows import DRAFT, REAL, ROUND, Job, random_prompts, rounds_of, text_row, timed
 
 CHAIN = 3
 LOOKUP = {"prompt_lookup_min": 2, "prompt_lookup_max": 5, "num_speculative_tokens": 8}
@@ -80,6 +80,8 @@ def speculation(job: Job) -> dict[str, Any] | None:
     """
     if job.drafter is None:
         return None
+    if job.what == REAL and job.drafter == DRAFT:
+        return {"method": DRAFT, "model": job.draft, "num_speculative_tokens": CHAIN}
     if job.what != ROUND:
         return {"method": job.drafter, **LOOKUP}
     if not 1 <= job.tau <= CHAIN + 1:

@@ -37,6 +37,7 @@ JOB = rows.Job(
     new_tokens=5,
     repetitions=1,
     texts=((3, 5, 7), (11,)),
+    draft="folder/draft",
     rows="rows.jsonl",
 )
 RECORDER = """
@@ -135,6 +136,8 @@ def test_vllm_speculates_as_its_options_say(tmp_path: Path) -> None:
     draft = json.loads((Path(said["model"]) / "config.json").read_text())
     assert (draft["num_hidden_layers"], draft["draft_vocab_size"]) == (1, 512)
     assert vllm_engine.speculation(replace(JOB, drafter=None)) is None
+    said = vllm_engine.speculation(replace(JOB, drafter="eagle3"))
+    assert said is not None and (said["method"], said["model"]) == ("eagle3", "folder/draft")
     with pytest.raises(ValueError, match="chains of 3 emit 1 to 4 tokens, not 5"):
         vllm_engine.speculation(replace(round_, tau=5.0))
 
