@@ -13,6 +13,7 @@ writing was interrupted does not look like a model.
 import json
 import math
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -27,6 +28,7 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from jaxtyping import PyTree
 from safetensors.numpy import save_file
 
+from longspec_jax import files
 from longspec_jax.sharding import param_shardings, path_name
 from longspec_jax.weights.checkpoint import Index, Tensor, Tensors
 from longspec_jax.weights.tables import Leaf, Part, Table, check_params
@@ -204,8 +206,18 @@ def write_model(
             stale.unlink()
     tensors = {name: t for leaf in table.leaves for name, t in _stored(leaf, found[leaf.path])}
     tensors |= {name: np.zeros(shape, jnp.dtype(dtype)) for name, shape in table.dead.items()}
-    save_file(tensors | dict(more), folder / "model.safetensors", metadata={"format": "pt"})
+    save_tensors(folder / "model.safetensors", tensors | dict(more), {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+
+
+def save_tensors(
+    file: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]
+) -> None:
+    """Write tensors to a file that others may read as they may any new file."""
+    with files.replacing(file) as unfinished:
+        usual = stat.S_IMODE(unfinished.stat().st_mode)
+        save_file(dict(tensors), unfinished, metadata=dict(metadata))
+        unfinished.chmod(usual)  # safetensors leaves it readable only to its owner.
 
 
 def _stored(leaf: Leaf, array: jax.Array) -> Iterator[tuple[str, np.ndarray]]:

@@ -71,7 +71,10 @@ TOKENS = np.array([5, 0, 12, 3])
 
 
 def test_a_table_there_and_back(tmp_path: Path) -> None:
-    assert save_draft_vocabulary(tmp_path / "draft", TOKENS, 13) == tmp_path / "draft" / FILE
+    file = tmp_path / "draft" / FILE
+    assert save_draft_vocabulary(tmp_path / "draft", TOKENS, 13) == file
+    (tmp_path / "any").touch()
+    assert file.stat().st_mode == (tmp_path / "any").stat().st_mode, "others may read it, too"
     for size in (1, 3, 4):
         found = load_draft_vocabulary(tmp_path / "draft", 13, size)
         np.testing.assert_array_equal(found, TOKENS[:size])

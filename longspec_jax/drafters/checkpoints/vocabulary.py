@@ -14,10 +14,10 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Int
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from longspec_jax.drafters.vocabulary import check_vocabulary
 from longspec_jax.weights.hub import local_folder
+from longspec_jax.weights.params import save_tensors
 
 FILE = "draft_vocabulary.safetensors"
 TENSOR = "tokens"
@@ -41,7 +41,7 @@ def save_draft_vocabulary(
     table = check_vocabulary(tokens, vocab_size)
     file = Path(folder).expanduser() / FILE
     file.parent.mkdir(parents=True, exist_ok=True)
-    save_file({TENSOR: table}, file, metadata={"vocab_size": str(vocab_size)})
+    save_tensors(file, {TENSOR: table}, {"vocab_size": str(vocab_size)})
     return file
 
 
