@@ -4,7 +4,8 @@ Code is that of the distributions which the recipes hold out from training, as f
 installed; tests are left out. Prose is Python's language reference, which comes with every Python
 as the topics of its ``help`` and is too large a file for a training corpus. Documents follow one
 another, in an order that is the same everywhere. Pieces of as many tokens as are asked for are
-spread evenly over them; so short documents overlap where many long pieces are wanted.
+spread evenly over them. Where the documents are long enough, pieces of other lengths end at the
+same places, so that what differs between two contexts is not the text; short documents overlap.
 """
 
 import importlib.metadata
@@ -29,6 +30,8 @@ SHORTEST = 256
 """Characters of a document."""
 LEAST_PIECE = 16
 """Tokens of what a question is about, however few a prompt has."""
+APART = 32_768
+"""Tokens between the ends of two pieces, if the documents have as many."""
 
 
 class Reader(Protocol):
@@ -85,19 +88,20 @@ def prompts(
         stream += _encoded(spec, f"{text}\n\n")
         names.append(name)
         ends.append(len(stream))
-        if len(stream) >= count * size:
+        if len(stream) >= max(count * APART, size):
             break
-    last = len(stream) - size
-    if last < 0:
+    if len(stream) < size:
         raise ValueError(
             f"the {kind} has {len(stream)} tokens, a prompt {context}: give --files with more "
             "text, or a smaller --context"
         )
+    total = min(len(stream), max(count * APART, size))
+    least = 0 if size <= total // count else size
     found = []
     for number in range(count):
-        first = last * (number + 1) // count
-        piece = stream[first : first + size]
-        name = names[int(np.searchsorted(ends, first + size))]
+        end = least + (total - least) * (number + 1) // count
+        piece = stream[end - size : end]
+        name = names[int(np.searchsorted(ends, end))]
         if ask:
             before, after = ask[number % len(ask)]
             piece = _encoded(spec, before + spec.tokenizer.decode(piece) + after)

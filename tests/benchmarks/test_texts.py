@@ -78,6 +78,9 @@ def test_prompts_are_what_they_are_called(model: LongSpec) -> None:
         sizes = [len(prompt.tokens) for prompt in found]
         assert sizes == [128] * 4 if kind != "chat" else all(96 < size < 160 for size in sizes)
     assert all(prompt.document.startswith("help(") for prompt in prompts(model, "prose", 64, 2))
+    for short, long in zip(prompts(model, "code", 16, 2), prompts(model, "code", 96, 2), strict=True):
+        assert long.tokens[-8:].tolist() == short.tokens[-8:].tolist(), "they end at the same place"
+    assert len({decode(prompt.tokens) for prompt in prompts(model, "prose", 2**14, 40)}) == 40
     [first, second, *_] = found
     assert decode(first.tokens).startswith("<user>Explain what this code does")
     assert decode(second.tokens).startswith("<user>Rename the main names")
