@@ -78,8 +78,8 @@ def test_prompts_are_what_they_are_called(model: LongSpec) -> None:
         sizes = [len(prompt.tokens) for prompt in found]
         assert sizes == [128] * 4 if kind != "chat" else all(96 < size < 160 for size in sizes)
     assert all(prompt.document.startswith("help(") for prompt in prompts(model, "prose", 64, 2))
-    for short, long in zip(prompts(model, "code", 16, 2), prompts(model, "code", 96, 2), strict=True):
-        assert long.tokens[-8:].tolist() == short.tokens[-8:].tolist(), "they end at the same place"
+    ends = [[one.tokens[-8:].tolist() for one in prompts(model, "code", n, 2)] for n in (16, 96)]
+    assert ends[0] == ends[1], "those of other lengths end at the same places"
     assert len({decode(prompt.tokens) for prompt in prompts(model, "prose", 2**14, 40)}) == 40
     [first, second, *_] = found
     assert decode(first.tokens).startswith("<user>Explain what this code does")
