@@ -302,7 +302,7 @@ class ParallelDraft(Draft):
         whole, half, chain = tree(16, 8, 64), tree(8, 8, 32), tree(1, 8)
         return DefaultTrees(
             (tree(1, 3), tree(1, 2), tree(2, 2)),
-            (tree(4, 4, 16), whole),
+            (tree(4, 4, 16), half),
             (whole, half, chain),
             settled=False,
             together=(whole, half, tree(4, 6, 16)),
