@@ -18,7 +18,6 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, runtime_check
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Bool, Float, Int, PyTree
 
 from longspec_jax.axes import Array, Leaf, Lengths, Queries, TreeMask
@@ -28,9 +27,14 @@ from longspec_jax.ops.attention.operands import Prefix
 from longspec_jax.ops.recurrence.operands import RecurrentRows
 
 
-@struct.dataclass
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True, eq=False)
 class Params:
-    """Parameters of both models, as their ``apply`` functions take them."""
+    """Parameters of both models, as their ``apply`` functions take them.
+
+    Every launch flattens its arguments, for which dicts sort their keys: a third of what jax takes
+    to launch a program of 400 parameters. So these keep their arrays in a row as well.
+    """
 
     target: PyTree
     draft: PyTree
@@ -39,6 +43,19 @@ class Params:
 
     Where they are given, a tree that costs nothing to propose is verified only if it is worth its
     seconds. Absent, every tree is verified."""
+
+    @cached_property
+    def _flat(self) -> tuple[list[Any], Any]:
+        return jax.tree.flatten((self.target, self.draft, self.costs))
+
+    def tree_flatten(self) -> tuple[list[Any], Any]:
+        """The arrays, and the structure that they stand in."""
+        return self._flat
+
+    @classmethod
+    def tree_unflatten(cls, structure: Any, arrays: Sequence[Any]) -> "Params":
+        """Parameters of this structure."""
+        return cls(*jax.tree.unflatten(structure, arrays))
 
 
 @dataclass(frozen=True)
