@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import chain
 
 import jax
 import jax.numpy as jnp
@@ -488,7 +489,8 @@ class Engine:
             while self._launches.unread:
                 self._launches.wait()
         runner, held, live = self.runner, tuple(self._slots.held), len(self._slots.active)
-        kind, named, watch, goes_on = SamplingKind.GREEDY, list[int](), None, False
+        named: list[int] = []
+        kind, watch, goes_on = SamplingKind.GREEDY, None, False
         for id, active in self._slots.active.items():
             # Each round that is under way emits a token at least.
             goes_on = goes_on or active.left > self._launches.rounds_of(id)
@@ -514,18 +516,18 @@ class Engine:
 
         def read(packed: np.ndarray, seconds: float) -> None:
             report = Report.of(packed, tree, contents)
-            rounds, tokens = len(report.count), sum(map(sum, report.count))
-            row_rounds = sum(count > 0 for counts in report.count for count in counts)
-            self.totals[choice.candidate] += Measurement(rounds, row_rounds, tokens, seconds)
+            rounds, tokens = len(report.count), [*map(sum, zip(*report.count, strict=True))]
+            row_rounds = sum(map(bool, chain.from_iterable(report.count)))
+            done = Measurement(rounds, row_rounds, sum(tokens), seconds)
+            self.totals[choice.candidate] += done
             if self._choices is not None:
-                seen = Measurement(rounds, row_rounds, tokens, seconds, report.shown)
+                seen = replace(done, shown=report.shown)
                 self._choices.record(choice.candidate, seen, live)
             if rounds:
                 self.round_seconds = seconds / rounds
-            for place, slot in enumerate(slots):
-                id = held[slot]
-                emits = any(counts[place] for counts in report.count)
-                if id is not None and id in self._slots.active and emits:
+            for place, emitted in enumerate(tokens):
+                id = held[slots[place]]
+                if emitted and id is not None and id in self._slots.active:
                     self._report(id, partial(self._slots.rounds, report, place, id))
 
         self._launches.add(begun, packed, read, held, choice)

@@ -102,8 +102,11 @@ class LaunchQueue:
 
     def rounds_of(self, id: int) -> int:
         """How many rounds are under way that a request takes part in."""
-        own = (launch.choice for launch in self.unread if id in launch.held)
-        return sum(choice.rounds for choice in own if choice is not None)
+        rounds = 0
+        for launch in self.unread:
+            if launch.choice is not None and id in launch.held:
+                rounds += launch.choice.rounds
+        return rounds
 
     def add(
         self,

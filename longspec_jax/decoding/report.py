@@ -90,18 +90,6 @@ class RoundTree(NamedTuple):
     """The accepted nodes, the root first."""
 
 
-class RowRounds(NamedTuple):
-    """What a row did in a launch: only the rounds in which it emitted."""
-
-    tokens: tuple[int, ...]
-    sources: tuple[int, ...]
-    """Who proposed each token, a bit for each member of joined drafters; 0 for nobody."""
-    accepted: tuple[int, ...]
-    """Of every round, how many of its tokens, the first ones, were accepted draft tokens."""
-    ended: bool
-    """Whether the row has met a stop token or its budget."""
-
-
 @dataclass(frozen=True)
 class Report:
     """What a launch did, on the host: ``r`` rounds, in each of which a row emitted.
@@ -150,16 +138,25 @@ class Report:
             shown.append([sum(own) / live if min(own) >= 0 else math.nan for own in by_candidate])
         return np.reshape(shown, (len(shown), end - begin))
 
-    def of_row(self, row: int) -> RowRounds:
-        """What a row did in the rounds in which it emitted."""
-        tokens, sources, accepted, ended = list[int](), list[int](), list[int](), 0
+    def of_row(self, row: int) -> tuple[list[int], list[int], list[int], bool]:
+        """What a row did in the rounds in which it emitted.
+
+        Returns:
+          Its tokens; who proposed each, a bit for each member of joined drafters, 0 for nobody; how
+          many of each round's tokens, the first ones, were accepted draft tokens; and whether the
+          row has met a stop token or its budget.
+        """
+        tokens: list[int] = []
+        sources: list[int] = []
+        accepted: list[int] = []
+        ended = False
         for count, done, drafted, *more in self.packed[:, row, : 3 + 2 * self.height].tolist():
             if count:
                 tokens += more[:count]
                 sources += more[self.height : self.height + count]
                 accepted.append(drafted)
-                ended = done
-        return RowRounds(tuple(tokens), tuple(sources), tuple(accepted), ended != 0)
+                ended = done != 0
+        return tokens, sources, accepted, ended
 
     def logprobs_of(self, row: int, most: int) -> tuple[TokenLogprob, ...]:
         """Log-probabilities of a row's tokens, ``most`` alternatives at most."""

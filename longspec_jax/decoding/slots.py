@@ -247,12 +247,12 @@ class Slots:
         output = self._take(
             StepOutput(
                 id,
-                tokens,
+                tuple(tokens),
                 tuple(map(bool, sources)),
-                accepted,
+                tuple(accepted),
                 logprobs=report.logprobs_of(row, active.waiting.alternatives),
                 trees=report.trees_of(row),
-                sources=sources,
+                sources=tuple(sources),
             ),
             ended,
         )

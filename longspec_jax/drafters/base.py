@@ -14,6 +14,7 @@ several that propose into one tree (:mod:`longspec_jax.drafters.joined`).
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
+from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import jax
@@ -27,7 +28,6 @@ from longspec_jax.ops.attention.operands import Prefix
 from longspec_jax.ops.recurrence.operands import RecurrentRows
 
 
-@jax.tree_util.register_pytree_node_class
 @dataclass(frozen=True, eq=False)
 class Params:
     """Parameters of both models, as their ``apply`` functions take them.
@@ -45,17 +45,16 @@ class Params:
     seconds. Absent, every tree is verified."""
 
     @cached_property
-    def _flat(self) -> tuple[list[Any], Any]:
+    def flat(self) -> tuple[list[PyTree], PyTree]:
+        """The arrays, and the structure that they stand in."""
         return jax.tree.flatten((self.target, self.draft, self.costs))
 
-    def tree_flatten(self) -> tuple[list[Any], Any]:
-        """The arrays, and the structure that they stand in."""
-        return self._flat
 
-    @classmethod
-    def tree_unflatten(cls, structure: Any, arrays: Sequence[Any]) -> "Params":
-        """Parameters of this structure."""
-        return cls(*jax.tree.unflatten(structure, arrays))
+jax.tree_util.register_pytree_node(
+    Params,
+    attrgetter("flat"),
+    lambda structure, arrays: Params(*jax.tree.unflatten(structure, arrays)),
+)
 
 
 @dataclass(frozen=True)

@@ -348,7 +348,7 @@ class TextEngine:
           decode: whether rounds are launched, not only prompts.
         """
         outputs: list[RequestOutput] = []
-        stopped = set[int]()  # In this step; of others the engine reports no more.
+        stopped: set[int] = set()  # In this step; of others the engine reports no more.
         for output in self.engine.step(decode=decode):
             if output.id not in stopped:
                 outputs.append(self._output(output))
