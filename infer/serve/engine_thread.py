@@ -317,7 +317,8 @@ class EngineThread:
             proposed = proposed_tokens(output, answer.speculates)
             self._metrics.gained(now, output, proposed)
             # A tree has hundreds of numbers: 50 MB of them in a text of 32,000 tokens.
-            kept = output if handle.rows[index].traced else replace(output, trees=())
+            shed = output.trees and not handle.rows[index].traced
+            kept = replace(output, trees=()) if shed else output
             handle.put(index, kept, proposed)
             woken.add(handle)
             if output.finish is not None:

@@ -254,7 +254,7 @@ class Chooser:
             own.resume(self._by_load[self._load])
             self._load = load
         choice = own.next(running, most)
-        return choice, own.policy.watch(choice)
+        return choice, own.policy.watch(choice) if most > 1 else None
 
     def record(self, candidate: int, seen: Measurement, live: int) -> None:
         """Note what a launch alongside this many live rows did."""

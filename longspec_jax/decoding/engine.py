@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import chain
 
 import jax
 import jax.numpy as jnp
@@ -487,12 +488,12 @@ class Engine:
             # What may follow depends on all that was emitted.
             while self._launches.unread:
                 self._launches.wait()
-        runner, held, under_way = self.runner, tuple(self._slots.held), self._launches.rounds
-        live = dict(self._slots.active)
-        kind, named, watch, goes_on = SamplingKind.GREEDY, list[int](), None, False
-        for id, active in live.items():
+        runner, held, live = self.runner, tuple(self._slots.held), len(self._slots.active)
+        named: list[int] = []
+        kind, watch, goes_on = SamplingKind.GREEDY, None, False
+        for id, active in self._slots.active.items():
             # Each round that is under way emits a token at least.
-            goes_on = goes_on or active.left > under_way[id]
+            goes_on = goes_on or active.left > self._launches.rounds_of(id)
             kind = max(kind, active.waiting.request.sampling.kind)
             if (candidate := active.waiting.candidate) is not None:
                 named.append(candidate)
@@ -506,7 +507,7 @@ class Engine:
         elif self._choices is None:
             choice = Choice(0, most)
         else:
-            choice, watch = self._choices.next(self._launches.choices, most, len(live))
+            choice, watch = self._choices.next(self._launches.choices, most, live)
         if constraints:
             choice, kind = choice._replace(rounds=1), SamplingKind.ANY
         slots = self._slots.of_launch(self.launch_sizes)
@@ -515,18 +516,18 @@ class Engine:
 
         def read(packed: np.ndarray, seconds: float) -> None:
             report = Report.of(packed, tree, contents)
-            rounds = len(report.count)
-            row_rounds, tokens = int(np.count_nonzero(report.count)), int(report.count.sum())
-            done = Measurement(rounds, row_rounds, tokens, seconds)
+            rounds, tokens = len(report.count), [*map(sum, zip(*report.count, strict=True))]
+            row_rounds = sum(map(bool, chain.from_iterable(report.count)))
+            done = Measurement(rounds, row_rounds, sum(tokens), seconds)
             self.totals[choice.candidate] += done
             if self._choices is not None:
                 seen = replace(done, shown=report.shown)
-                self._choices.record(choice.candidate, seen, len(live))
+                self._choices.record(choice.candidate, seen, live)
             if rounds:
                 self.round_seconds = seconds / rounds
-            for place, slot in enumerate(slots):
-                id = held[slot]
-                if id is not None and id in self._slots.active and report.count[:, place].any():
+            for place, emitted in enumerate(tokens):
+                id = held[slots[place]]
+                if emitted and id is not None and id in self._slots.active:
                     self._report(id, partial(self._slots.rounds, report, place, id))
 
         self._launches.add(begun, packed, read, held, choice)

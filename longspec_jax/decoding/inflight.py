@@ -7,7 +7,7 @@ donated; an engine may go on after one.
 import logging
 import math
 import traceback
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -100,14 +100,13 @@ class LaunchQueue:
         """The launches of rounds."""
         return [launch.choice for launch in self.unread if launch.choice is not None]
 
-    @property
-    def rounds(self) -> Counter[int | None]:
-        """How many rounds are under way, by the request that takes part in them."""
-        found: Counter[int | None] = Counter()
+    def rounds_of(self, id: int) -> int:
+        """How many rounds are under way that a request takes part in."""
+        rounds = 0
         for launch in self.unread:
-            if launch.choice is not None:
-                found.update(dict.fromkeys(launch.held, launch.choice.rounds))
-        return found
+            if launch.choice is not None and id in launch.held:
+                rounds += launch.choice.rounds
+        return rounds
 
     def add(
         self,

@@ -6,6 +6,7 @@ log-probabilities of the tokens follow (:mod:`longspec_jax.decoding.logprobs`), 
 that was verified.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -91,74 +92,89 @@ class RoundTree(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """What a launch did, on the host: ``r`` rounds."""
+    """What a launch did, on the host: ``r`` rounds, in each of which a row emitted.
 
-    count: np.ndarray
-    """``[r, B]`` tokens that each row emitted, 0 where it was done."""
-    done: np.ndarray
-    """``[r, B]`` whether the row has met a stop token or its budget."""
-    accepted: np.ndarray
-    """``[r, B]`` how many tokens, the first ones, were accepted draft tokens."""
-    tokens: np.ndarray
-    """``[r, B, h]`` the emitted tokens; garbage from the count on."""
-    sources: np.ndarray
-    """``[r, B, h]`` who proposed each, a bit for each member of joined drafters; 0 for nobody."""
-    foregone: np.ndarray | None = None
-    """``[r, B, K]`` what the candidates would have emitted; -1 where a round does not say."""
-    logprobs: np.ndarray | None = None
-    """``[r, B, h, m]`` of the tokens, packed; None if they were not wanted."""
-    trees: np.ndarray | None = None
-    """``[r, B, t]`` of the rounds, packed; None if they were not wanted."""
+    A streamed round is a handful of numbers. Lists take a fraction of NumPy's time for them.
+    """
+
+    count: list[list[int]]
+    """``[r][B]`` tokens that each row emitted, 0 where it was done."""
+    packed: np.ndarray
+    """``[r, B, n]`` what :func:`packed` made of each round."""
+    height: int
+    """Most tokens that a round emits in a row."""
+    contents: Contents = TOKENS
 
     @classmethod
     def of(cls, packed: np.ndarray, tree: TreeConfig, contents: Contents = TOKENS) -> "Report":
-        """Unpack the report of :func:`~longspec_jax.decoding.round.one_round` or ``many_rounds``.
+        """The report of :func:`~longspec_jax.decoding.round.one_round` or ``many_rounds``.
 
         Args:
           packed: ``[r, B, n]`` on the host.
           tree: of the drafter.
           contents: of the report.
         """
+        count = packed[:, :, 0].tolist()
         # A round in which no row emits ends the loop, or was launched after the last one.
-        packed = packed[(packed[:, :, 0] > 0).any(axis=1)]
-        ends = packed[..., 0], packed[..., 1] != 0, packed[..., 2]
-        height = tree.num_levels + 1
-        ends_at = [height, 2 * height, 2 * height + len(contents.candidates)]
-        tokens, sources, others, more = np.split(packed[..., 3:], ends_at, axis=2)
-        logprobs = trees = None
-        if contents.logprobs is not None:
-            width = packed_width(contents.logprobs)
-            size = height * width
-            # There may be no round, so that NumPy could not find the width.
-            logprobs = more[..., :size].reshape(*more.shape[:2], height, width)
-            more = more[..., size:]
-        if contents.trees:
-            trees = more
-        return cls(*ends, tokens, sources, others, logprobs, trees)
+        rounds = sum(map(any, count))
+        return cls(count[:rounds], packed[:rounds], tree.num_levels + 1, contents)
+
+    @property
+    def _ends(self) -> tuple[int, int, int]:
+        """Columns up to which there are tokens and sources, other candidates, log-probabilities."""
+        most, sources = self.contents.logprobs, 3 + 2 * self.height
+        others = sources + len(self.contents.candidates)
+        return sources, others, others + (0 if most is None else self.height * packed_width(most))
 
     @property
     def shown(self) -> np.ndarray | None:
         """``[r, K]`` tokens of a row by every candidate; NaN where a round does not say."""
-        if self.foregone is None or not self.foregone.shape[2]:
+        if not self.contents.candidates:
             return None
-        known = self.foregone.min(axis=1) >= 0
-        live = np.count_nonzero(self.count, axis=1)[:, None]
-        return np.where(known, self.foregone.sum(axis=1) / live, np.nan)
+        begin, end, _ = self._ends
+        shown = []
+        for count, rows in zip(self.count, self.packed[:, :, begin:end].tolist(), strict=True):
+            live, by_candidate = sum(map(bool, count)), zip(*rows, strict=True)
+            shown.append([sum(own) / live if min(own) >= 0 else math.nan for own in by_candidate])
+        return np.reshape(shown, (len(shown), end - begin))
 
-    def logprobs_of(self, row: int, rounds: np.ndarray, most: int) -> tuple[TokenLogprob, ...]:
-        """Log-probabilities of a row's tokens in these rounds, ``most`` alternatives at most."""
-        if self.logprobs is None:
-            return ()
-        emitted = np.arange(self.tokens.shape[2]) < self.count[rounds, row][:, None]
-        return unpacked_logprobs(self.logprobs[rounds, row][emitted], most)
+    def of_row(self, row: int) -> tuple[list[int], list[int], list[int], bool]:
+        """What a row did in the rounds in which it emitted.
 
-    def trees_of(self, row: int, rounds: np.ndarray) -> tuple[RoundTree, ...]:
-        """The trees of a row in these rounds."""
-        if self.trees is None:
+        Returns:
+          Its tokens; who proposed each, a bit for each member of joined drafters, 0 for nobody; how
+          many of each round's tokens, the first ones, were accepted draft tokens; and whether the
+          row has met a stop token or its budget.
+        """
+        tokens: list[int] = []
+        sources: list[int] = []
+        accepted: list[int] = []
+        ended = False
+        for count, done, drafted, *more in self.packed[:, row, : 3 + 2 * self.height].tolist():
+            if count:
+                tokens += more[:count]
+                sources += more[self.height : self.height + count]
+                accepted.append(drafted)
+                ended = done != 0
+        return tokens, sources, accepted, ended
+
+    def logprobs_of(self, row: int, most: int) -> tuple[TokenLogprob, ...]:
+        """Log-probabilities of a row's tokens, ``most`` alternatives at most."""
+        if self.contents.logprobs is None:
             return ()
-        height, found = self.tokens.shape[2], []
-        for count, *numbers in self.trees[rounds, row].tolist():
-            nodes = (len(numbers) - height) // 3
+        _, begin, end = self._ends
+        numbers = self.packed[:, row, begin:end]
+        emitted = np.arange(self.height) < self.packed[:, row, :1]
+        packed = numbers.reshape(*emitted.shape, packed_width(self.contents.logprobs))
+        return unpacked_logprobs(packed[emitted], most)
+
+    def trees_of(self, row: int) -> tuple[RoundTree, ...]:
+        """The trees of the rounds in which a row emitted."""
+        if not self.contents.trees:
+            return ()
+        found, emits = [], self.packed[:, row, 0] > 0
+        for count, *numbers in self.packed[emits, row, self._ends[2] :].tolist():
+            nodes = (len(numbers) - self.height) // 3
             parts = (numbers[begin : begin + nodes] for begin in range(0, 3 * nodes, nodes))
             path = numbers[3 * nodes :][:count]
             found.append(RoundTree(*map(tuple, parts), path=tuple(path)))

@@ -109,19 +109,19 @@ class Active:
     """Tokens that it may still emit after its first, by what was read."""
     cached: int = 0
     """Tokens of its prompt that were not prefilled, until that was reported."""
-    tokens: list[np.ndarray] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     """What it has emitted since, as far as it was read."""
 
     @property
     def length(self) -> int:
         """Tokens of its prompt and its text, as far as they were read."""
-        return len(self.waiting.tokens) + sum(map(len, self.tokens))
+        return len(self.waiting.tokens) + len(self.tokens)
 
     def again(self) -> Waiting:
         """The request, to be prefilled after all that it has emitted."""
         if not self.tokens:
             return self.waiting
-        was, fresh = self.waiting, np.concatenate(self.tokens)
+        was, fresh = self.waiting, np.asarray(self.tokens, np.int32)
         request = replace(was.request, max_new_tokens=was.request.max_new_tokens - len(fresh))
         tokens = np.concatenate([was.tokens, fresh])
         return was._replace(
@@ -242,22 +242,19 @@ class Slots:
 
     def rounds(self, report: Report, row: int, id: int) -> StepOutput:
         """Take in the rounds of a request in this row of a launch; of some it emitted tokens."""
-        rounds, active = np.flatnonzero(report.count[:, row]), self.active[id]
-        counts, accepted = report.count[rounds, row], report.accepted[rounds, row]
-        steps = np.arange(report.tokens.shape[2])
-        tokens = report.tokens[rounds, row][steps < counts[:, None]]
-        sources = report.sources[rounds, row][steps < counts[:, None]]
+        tokens, sources, accepted, ended = report.of_row(row)
+        active = self.active[id]
         output = self._take(
             StepOutput(
                 id,
-                tuple(tokens.tolist()),
-                tuple((sources > 0).tolist()),
-                tuple(accepted.tolist()),
-                logprobs=report.logprobs_of(row, rounds, active.waiting.alternatives),
-                trees=report.trees_of(row, rounds),
-                sources=tuple(sources.tolist()),
+                tuple(tokens),
+                tuple(map(bool, sources)),
+                tuple(accepted),
+                logprobs=report.logprobs_of(row, active.waiting.alternatives),
+                trees=report.trees_of(row),
+                sources=tuple(sources),
             ),
-            bool(report.done[rounds[-1], row]),
+            ended,
         )
         active.left -= len(output.tokens)
         return output
@@ -280,7 +277,7 @@ class Slots:
             if constraint.failure is not None and not (ended and kept == len(output.tokens)):
                 output = until(output, kept, "error", constraint.failure)
         # Nothing can fail from here on: what is counted is reported.
-        active.tokens.append(np.asarray(output.tokens, np.int32))
+        active.tokens += output.tokens
         active.cached = 0
         if ended:
             slot = self.held.index(output.id)

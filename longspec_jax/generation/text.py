@@ -263,6 +263,8 @@ def _byte_alphabet() -> dict[str, int]:
 
 def _beyond(text: str, shown: str) -> str:
     """The rest of ``text`` after the beginning that both share."""
+    if text.startswith(shown):
+        return text[len(shown) :]
     return text[len(os.path.commonprefix([text, shown])) :]
 
 
@@ -346,11 +348,12 @@ class TextEngine:
           decode: whether rounds are launched, not only prompts.
         """
         outputs: list[RequestOutput] = []
-        stopped = set[int]()  # In this step; of others the engine reports no more.
+        stopped: set[int] = set()  # In this step; of others the engine reports no more.
         for output in self.engine.step(decode=decode):
             if output.id not in stopped:
                 outputs.append(self._output(output))
-                stopped |= {output.id} if outputs[-1].finish is not None else set()
+                if outputs[-1].finish is not None:
+                    stopped.add(output.id)
         return outputs
 
     def cancel(self, id: int) -> None:

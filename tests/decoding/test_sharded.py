@@ -105,9 +105,7 @@ def tokens_of(
 ) -> list[list[int]]:
     """What a launch has emitted in each row."""
     report = Report.of(np.asarray(launched[1]), drafter(None).tree)
-    inside = np.arange(report.tokens.shape[2]) < report.count[..., None]
-    rows = range(report.count.shape[1])
-    return [report.tokens[:, row][inside[:, row]].tolist() for row in rows]
+    return [report.of_row(row)[0] for row in range(report.packed.shape[1])]
 
 
 def largest_gathered(text: str) -> int:
