@@ -145,7 +145,7 @@ def installed_text_config(
       long_length: tokens of a row in the stage of long rows; the offsets of the others reach it.
       turn: how its chat template writes a turn.
       rows: of 1,024 tokens in a step. Some thousand steps should fit into the first stage: in 83
-        steps a draft learns little but how frequent tokens are.
+        a draft learns little but how frequent tokens are.
       seconds: of the two stages of text.
     """
     config = base_config()
@@ -167,7 +167,7 @@ def installed_text_config(
         data.update(files=f"runs/{name}/answers.jsonl", pack=True)
         draft = dict(max_shift=5, distillation=0.9, init=f"runs/{name}/draft")
         stages = dict(
-            answers=stage(1024, 128, 2e-4, max_seconds=60.0, accumulation=0, max_offset=offset)
+            answers=stage(1024, rows, 2e-4, max_seconds=60.0, accumulation=0, max_offset=offset)
         )
     else:
         known = ", ".join((*TEXT_DRAFTS, "answers"))

@@ -34,8 +34,8 @@ CEILINGS: dict[str, int] = {
     "token lines of infer": 7_892,
     "token lines of train": 5_477,
     "token lines of configs": 326,
-    "token lines of tests": 40_382,
-    "token lines of benchmarks and contrib": 4_471,
+    "token lines of tests": 40_383,
+    "token lines of benchmarks and contrib": 4_478,
     "declarations of an option beyond its first": 21,
     # Of these folders but the tests: density, and types that say nothing.
     "literal tuples or lists unpacked into calls": 0,

@@ -51,7 +51,7 @@ class Job:
     repetitions: int
     texts: tuple[tuple[int, ...], ...]
     """Prompts of ``real``."""
-    draft: str
+    draft: str | None
     """The folder of :data:`DRAFT`, of ``real``."""
     rows: str
     """The file that rows are appended to, one JSON object a line."""

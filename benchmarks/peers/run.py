@@ -197,7 +197,7 @@ def jobs(
                     new_tokens=arguments.new_tokens,
                     repetitions=arguments.repetitions,
                     texts=texts if what == REAL else (),
-                    draft=str(arguments.draft),
+                    draft=arguments.draft and str(arguments.draft),
                     rows=str(folder / "rows.jsonl"),
                 )
 
@@ -265,9 +265,20 @@ def shape_folder(shape: str, folder: Path) -> Path:
 
 
 def real_texts(arguments: argparse.Namespace) -> tuple[tuple[int, ...], ...]:
-    """The prompts of ``real``, code, by the target's own tokenizer."""
+    """The prompts of ``real``, code, by the target's own tokenizer.
+
+    Raises:
+      ValueError: for prompts that are too long for the target.
+    """
     from transformers import AutoTokenizer
 
+    config = json.loads((Path(arguments.target) / "config.json").read_text())
+    longest = max(arguments.context) + arguments.new_tokens
+    if longest > (most := config.get("max_position_embeddings", longest)):
+        raise ValueError(
+            f"--context and --new_tokens are {longest} tokens, and the target of real texts takes "
+            f"{most}; measure longer ones by themselves, with --what=plain,round"
+        )
     reader = Reader(AutoTokenizer.from_pretrained(arguments.target))
     found = [
         prompt

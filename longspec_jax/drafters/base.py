@@ -33,7 +33,8 @@ class Params:
     """Parameters of both models, as their ``apply`` functions take them.
 
     Every launch flattens its arguments, for which dicts sort their keys: a third of what jax takes
-    to launch a program of 400 parameters. So these keep their arrays in a row as well.
+    to launch a program of 400 parameters. So these keep their arrays in a row as well, and what is
+    changed in place afterwards is not seen.
     """
 
     target: PyTree

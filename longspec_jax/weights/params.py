@@ -213,7 +213,7 @@ def write_model(
 def save_tensors(
     file: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]
 ) -> None:
-    """Write tensors to a file that others may read as they may any new file."""
+    """Write tensors to a file with the permissions of any new one, or of the one before."""
     with files.replacing(file) as unfinished:
         usual = stat.S_IMODE(unfinished.stat().st_mode)
         save_file(dict(tensors), unfinished, metadata=dict(metadata))
