@@ -29,6 +29,7 @@ from pathlib import Path
 
 from longspec_jax import files
 from longspec_jax.cli import settled
+from longspec_jax.weights.hf import load_target_config
 from longspec_jax.weights.hf_config import hf_config
 
 from ..arguments import CODE, SHAPES
@@ -197,7 +198,7 @@ def jobs(
                     new_tokens=arguments.new_tokens,
                     repetitions=arguments.repetitions,
                     texts=texts if what == REAL else (),
-                    draft=arguments.draft and str(arguments.draft),
+                    draft=arguments.draft,
                     rows=str(folder / "rows.jsonl"),
                 )
 
@@ -272,9 +273,8 @@ def real_texts(arguments: argparse.Namespace) -> tuple[tuple[int, ...], ...]:
     """
     from transformers import AutoTokenizer
 
-    config = json.loads((Path(arguments.target) / "config.json").read_text())
     longest = max(arguments.context) + arguments.new_tokens
-    if longest > (most := config.get("max_position_embeddings", longest)):
+    if longest > (most := load_target_config(arguments.target).max_positions):
         raise ValueError(
             f"--context and --new_tokens are {longest} tokens, and the target of real texts takes "
             f"{most}; measure longer ones by themselves, with --what=plain,round"

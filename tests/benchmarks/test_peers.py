@@ -259,7 +259,8 @@ def test_missing_peers_are_refused_in_a_sentence(tmp_path: Path, capsys, monkeyp
     assert "--peer: none of vllm can run here" in said
     assert bench.main(["peers", "--peer", "ours", "--what", "real"]) == 2
     assert "name their folder, --target" in capsys.readouterr().err
-    (tmp_path / "config.json").write_text('{"max_position_embeddings": 512}')
+    config = run.hf_config(replace(SHAPES["tiny"], max_positions=512))
+    (tmp_path / "config.json").write_text(json.dumps(config))
     real = ["peers", "--peer=ours", "--what=real", f"--target={tmp_path}", "--context=256,500"]
     assert bench.main([*real, "--new_tokens=16"]) == 2
     assert "are 516 tokens, and the target of real texts takes 512" in capsys.readouterr().err

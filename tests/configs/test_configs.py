@@ -77,8 +77,8 @@ def test_a_draft_of_an_installed_target_learns_text_and_then_answers(name: str) 
     for kind in ("parallel", "eagle3"):
         other = load(name, kind)
         assert other.draft.kind == kind and other.data == text.data
-        seconds = [stage.max_seconds for stage in text.stages]
-        assert [stage.max_seconds for stage in other.stages] == seconds  # At equal minutes.
+        # At equal minutes.
+        assert [s.max_seconds for s in other.stages] == [s.max_seconds for s in text.stages]
     assert not other.stages[0].max_offset
     [stage] = answers.stages
     assert answers.draft.init == f"runs/{name}/draft" and stage.max_offset
