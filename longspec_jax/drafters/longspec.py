@@ -449,7 +449,9 @@ class MoreTokens(NamedTuple):
     def joined(self, logits: Float[Array, "B w v"], hidden: Float[Array, "B w D"]) -> Array:
         """Logits of all tokens, ``[B, w, m]``, after those of the draft vocabulary."""
         products = jnp.einsum("bwd,bxd->bwx", hidden, self.head, preferred_element_type=jnp.float32)
-        return jnp.concatenate([logits, products], axis=2)
+        # XLA for GPUs would compute a single node's products inside the concatenation, each by one
+        # thread: 87 us of an H200 for Llama 3's width.
+        return jnp.concatenate([logits, jax.lax.optimization_barrier(products)], axis=2)
 
     def only_possible(self, scores: Float[Array, "B w m"]) -> Array:
         """The scores, -inf where a slot holds no token of its own."""
