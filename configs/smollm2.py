@@ -15,14 +15,10 @@ minutes of answers (2.1 M tokens without loops) and 1 minute of learning them (3
 """
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 from longspec_jax.recipes import CHATML_TURN, installed_text_config
 
-if TYPE_CHECKING:
-    from ml_collections import ConfigDict
-
-_common = partial(
+get_config = partial(
     installed_text_config,
     "smollm2",
     target="smollm2",
@@ -31,12 +27,5 @@ _common = partial(
     turn=CHATML_TURN,
     rows=128,
     seconds=(270.0, 120.0),
+    eagle3=dict(vocabulary=0, own_head=False, mlp_width=1152),
 )
-
-
-def get_config(variant: str = "text") -> "ConfigDict":
-    """The variant's; the EAGLE-3 draft is a file of 8.9 MB, small enough for a package."""
-    config = _common(variant)
-    if variant == "eagle3":
-        config.draft.update(own_head=False, vocabulary=0, mlp_width=1152)
-    return config
