@@ -131,6 +131,7 @@ def installed_text_config(
     turn: str,
     rows: int,
     seconds: tuple[float, float],
+    eagle3: Mapping[str, Any] = {},
 ) -> "ConfigDict":
     """A draft of a released model in minutes, from text that is on every machine.
 
@@ -147,6 +148,7 @@ def installed_text_config(
       rows: of 1,024 tokens in a step. Some thousand steps should fit into the first stage: in 83
         a draft learns little but how frequent tokens are.
       seconds: of the two stages of text.
+      eagle3: what its EAGLE-3 draft has instead of a vocabulary of 32,000.
     """
     config = base_config()
     offset = long_length - 1024
@@ -157,6 +159,7 @@ def installed_text_config(
         rate = 1e-3
         if variant == "eagle3":  # It attends to distances, of which short rows have few.
             rate, offset = 3e-4, 0
+            draft.update(eagle3)
         long_rows = max(2, rows * 1024 // long_length)
         first, second = seconds
         stages = dict(
