@@ -195,7 +195,14 @@ def _mosaic(
     from longspec_jax.ops.matmul.quantised_tiles import quantised_tile
 
     columns = weights.out_axes[-1] if gated else math.prod(weights.out_axes)
-    tile = quantised_tile(x.shape[-1], columns, bits=weights.bits, gated=gated, split=split)
+    tile = quantised_tile(
+        x.shape[-1],
+        columns,
+        bits=weights.bits,
+        gated=gated,
+        split=split,
+        draft_rows=None if ordered or weights.group else rows,
+    )
     out = quantised_mosaic.matmul(
         x.reshape(rows, -1),
         weights,

@@ -29,6 +29,9 @@ _BARRIER_BYTES = 2048
 _ACCUMULATORS = 4
 """Sums of 64 outputs that a program has at a time: of two halves of a strip, of two matmuls where
 one gates the other, and of parts of the contraction."""
+_DEEP_TOKENS = 16
+"""Rows up to which steps of a draft in 8 bits are twice as deep where the ring holds three of them:
+matmuls of 8 rows take 1 to 21 % less time (``docs/results/draft_depth_h200.json``)."""
 _FEW_TOKENS = 64
 """Tokens whose sums leave the registers of a thread room for five warpgroups."""
 
@@ -221,7 +224,13 @@ def row_groups(rows: int) -> int:
 
 @functools.cache
 def quantised_tile(
-    contracted: int, columns: int, *, bits: int = 8, gated: bool = False, split: bool = False
+    contracted: int,
+    columns: int,
+    *,
+    bits: int = 8,
+    gated: bool = False,
+    split: bool = False,
+    draft_rows: int | None = None,
 ) -> MatmulTile:
     """Choose the tile of weights of ``columns`` outputs only from their shape.
 
@@ -231,13 +240,23 @@ def quantised_tile(
       bits: of a code.
       gated: whether there are two matmuls, one of which gates the other.
       split: whether the contraction may be split and leave partials.
+      draft_rows: how many rows there are, where a result's order of summation may follow from it.
     """
     widths = [width for width in (64, 128) if columns % width == 0]
     most = min(8, -(-contracted // (2 * DEPTH))) if split else 1
     tiles = [MatmulTile(width, splits, DEPTH) for width in widths for splits in range(1, most + 1)]
     parts = 2 if gated else 1
-    work = functools.partial(QuantisedWork, 8, contracted, columns, parts=parts, bits=bits)
+
+    def work(tile: MatmulTile, rows: int = 8) -> QuantisedWork:
+        return QuantisedWork(rows, contracted, columns, tile, parts, bits=bits)
+
     tile = min(tiles, key=lambda tile: work(tile).cost())
-    # Two warpgroups share the words of 64 outputs, a block each.
-    deep = bits == 4 and tile.columns == WARPGROUP_ROWS and contracted % (2 * DEPTH) == 0
-    return dataclasses.replace(tile, depth=2 * DEPTH) if deep else tile
+    deep = dataclasses.replace(tile, depth=2 * DEPTH)
+    if contracted % deep.depth:
+        return tile
+    if bits == 4:  # Two warpgroups share the words of 64 outputs, a block each.
+        return deep if tile.columns == WARPGROUP_ROWS else tile
+    if draft_rows is None or draft_rows > _DEEP_TOKENS:
+        return tile
+    # Four share them, and a program waits half as often.
+    return deep if work(deep, draft_rows).stages > 2 else tile

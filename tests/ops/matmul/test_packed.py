@@ -194,6 +194,7 @@ def test_parameters_are_packed_where_the_kernel_runs(monkeypatch: pytest.MonkeyP
 @each_row("shares", [1, 2, 4, 8])
 def test_work_fits_the_machine(shares: int) -> None:
     """The work of a device that holds one share of the weights."""
+    assert quantised_tile(8192, 6144, draft_rows=16) == MatmulTile(64, 1, 256)
     for weights in PUBLISHED:
         sizes = (
             weights.contracted // (shares if weights.split else 1),
@@ -202,13 +203,17 @@ def test_work_fits_the_machine(shares: int) -> None:
         if weights.head or any(size % 128 for size in sizes):
             continue
         options = dict(gated=weights.gated, split=weights.split)
-        for bits, rows in ((4, 1), (8, 64), (8, 128), (4, 1000)):
-            group = 32 if rows > 64 else 128
+        for bits, rows in ((4, 1), (8, 16), (8, 64), (8, 128), (4, 1000)):
+            group = 32 if rows > 64 else 0 if rows == 16 else 128
             tile = quantised_tile(*sizes, bits=bits, **options)
+            of_draft = quantised_tile(*sizes, bits=bits, **options, draft_rows=rows)
+            if of_draft != tile:
+                assert bits == 8 and rows == 16 and of_draft.depth == 256 == 2 * tile.depth
+            tile = of_draft
             assert sizes[1] % tile.columns == 0
             parts = 2 if weights.gated else 1
             kind = dict(bits=bits, group=group, fine=group in FINE, counted=group in FINE)
-            work = QuantisedWork(rows, *sizes, tile, parts, zeros=True, **kind)
+            work = QuantisedWork(rows, *sizes, tile, parts, zeros=rows != 16, **kind)
             assert work.programs <= hardware.MULTIPROCESSORS
             out = 64 * (work.halves * work.height * work.out_bytes + 4 * work.handed * work.pitch)
             assert work.stages * work.stage_bytes + out <= hardware.SHARED_BYTES[(9, 0)] - 1024
@@ -226,7 +231,8 @@ def test_interpreted_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ordered_tiles, "MULTIPROCESSORS", 2)
     case = CASES[name]
-    depth = 256 if case.bits == 4 and not case.inputs % 256 else 128
+    deep = (case.bits == 4 or not case.group) and not case.inputs % 256
+    depth = 256 if deep else 128
     tile = MatmulTile(128 if case.outputs == (128,) else 64, 2 if case.split else 1, depth)
     packed = pack(case.drawn(), jnp.dtype(case.dtype))
 
