@@ -1,13 +1,19 @@
 """The training command with every kind of draft but the usual one, end to end at toy scale."""
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from longspec_jax import LongSpec
+from longspec_jax.drafters.checkpoints import eagle3
+from longspec_jax.drafters.draft import Target
+from longspec_jax.weights.hf import load_target
+from tests.drafters.eagle3.toys import config_for, random_params
 from tests.train.tiny import (
     ROOT,
     assert_learns_of_stored_features,
@@ -125,6 +131,30 @@ def test_a_run_resumes_exactly_behind_a_damaged_checkpoint(
         ["the draft proposes"] * 2, tree="2,2", max_new_tokens=12, temperature=[0.0, 1.0]
     )
     assert compared.identical
+
+
+def test_an_eagle3_draft_that_learns_answers_keeps_its_tables(target: Path, tmp_path: Path) -> None:
+    """Its tokens and layers are those of its folder, not those that a fresh draft would have."""
+    given = Target(*load_target(target))
+    config = config_for(given.config, proposable=64, features=(0, -1, 0))
+    known = np.arange(230, 294)  # Few of them occur in the answers.
+    random = replace(random_params(config, known), stores_embedding=False)
+    eagle3.save_draft(tmp_path / "text", config, random)
+    answers = conversations(tmp_path / "answers.jsonl", 34)
+    stage = "seq_len=40", "batch=8", "steps=2", "max_seconds=0"
+    assert not command(
+        *(f"--config={ROOT}/configs/smollm2.py:eagle3_answers", f"--workdir={tmp_path / 'run'}"),
+        *(f"--config.target={target}", f"--config.data.files={answers}"),
+        *(f"--config.draft.init={tmp_path / 'text'}", "--config.draft.steps=2"),
+        *(f"--config.stages.answers.{each}" for each in stage),
+        *("--config.accept_rows=2", "--config.accept_seq_len=40", "--config.dtype=float32"),
+    )
+    before, after = (
+        eagle3.load(folder, given) for folder in (tmp_path / "text", tmp_path / "run" / "draft")
+    )
+    assert after.config == before.config
+    np.testing.assert_array_equal(after.params.vocabulary, known)
+    assert jnp.any(after.params.head != before.params.head)
 
 
 def test_layers_that_are_no_numbers_are_refused(tmp_path: Path, refused: Any) -> None:
