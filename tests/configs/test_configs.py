@@ -80,12 +80,9 @@ def test_a_draft_of_an_installed_target_learns_text_and_then_answers(name: str) 
         # At equal minutes.
         assert [s.max_seconds for s in other.stages] == [s.max_seconds for s in text.stages]
     assert not other.stages[0].max_offset
-    for variant, learnt, folder in (
-        ("answers", "text", f"runs/{name}"),
-        ("eagle3_answers", "eagle3", f"runs/{name}-eagle3"),
-        ("parallel_answers", "parallel", f"runs/{name}-parallel"),
-    ):
-        before, answers = load(name, learnt), load(name, variant)
+    for kind in ("text", "eagle3", "parallel"):
+        before, folder = load(name, kind), f"runs/{name}-{kind}".removesuffix("-text")
+        answers = load(name, f"{kind}_answers".removeprefix("text_"))
         [stage] = answers.stages
         assert answers.draft == dataclasses.replace(before.draft, init=f"{folder}/draft")
         assert stage.max_offset == before.stages[0].max_offset and answers.target == text.target
