@@ -150,7 +150,7 @@ def test_an_eagle3_draft_that_learns_answers_keeps_its_tables(target: Path, tmp_
     after = eagle3.load(tmp_path / "draft", given)
     assert after.config == config
     np.testing.assert_array_equal(after.params.vocabulary, known)
-    assert (after.params.head != own.head).any()
+    assert np.any(after.params.head != own.head)
 
 
 def test_layers_that_are_no_numbers_are_refused(tmp_path: Path, refused: Any) -> None:
