@@ -62,7 +62,7 @@ from longspec_jax.models.layers import (
 from longspec_jax.models.target import HEADS
 from longspec_jax.ops.attention.dispatch import speculative_attention
 from longspec_jax.ops.attention.operands import Fresh, Prefix
-from longspec_jax.ops.layer import add, split_heads
+from longspec_jax.ops.layer import add, added, split_heads
 from longspec_jax.ops.partitioned import with_sharding
 from longspec_jax.ops.slicing import along, last_along
 
@@ -222,7 +222,9 @@ class Eagle3Layer(nn.Module):
         together = jnp.concatenate(hidden, axis=-1)
         if self.config.norm_before_fuse:
             together = self.fuse_norm(together)
-        [feature] = with_sharding("b t d", self.fuse(together))
+        # A long contraction with few outputs: without splits half of a GPU would read.
+        fused = added(self.fuse.partials(together)).astype(together.dtype)
+        [feature] = with_sharding("b t d", fused)
         return feature
 
     def keys_values(self, embedded: Array, feature: Array, positions: Array) -> tuple[Array, Array]:
@@ -242,7 +244,7 @@ class Eagle3Layer(nn.Module):
         Args:
           embedded: their embeddings ``[B, T, D]``.
           feature: of the token before each, ``[B, T, D]``.
-          positions: of the token before each, ``[B, T]``.
+          positions: of the token before each, ``[B, T]``; ``[B, 1]`` if all are the same.
           attend: ``(q, k, v) -> out`` over what each token sees.
         """
         c = self.config
@@ -412,7 +414,7 @@ class Eagle3Drafter(Drafter):
         ) -> tuple[tuple[Array, Array, Array], Array]:
             keys, values, outputs = memory
             tokens, path = tree.tokens[:, nodes], tree.mask[:, nodes, :kept]
-            positions = jnp.broadcast_to(entries[:, None] + depth, tokens.shape)
+            positions = entries[:, None] + depth
             feature = state.feature[:, None]
             if depth:
                 feature = along(jnp.maximum(tree.parents[:, nodes], 0), outputs)

@@ -14,6 +14,7 @@ import pytest
 import configs
 from longspec_jax.config.known import PRESETS, TARGETS
 from longspec_jax.config.target import TargetConfig
+from longspec_jax.drafters.checkpoints import eagle3
 from longspec_jax.drafters.checkpoints.longspec import draft_table
 from longspec_jax.drafters.longspec import DraftConfig
 from longspec_jax.embedded import demo_target
@@ -89,6 +90,20 @@ def test_a_draft_of_an_installed_target_learns_text_and_then_answers(name: str) 
         assert answers.data.files == f"{folder}/answers.jsonl" and answers.data.pack
     with pytest.raises(ValueError, match="eagle3, answers, parallel_answers, eagle3_answers"):
         load(name, "short")
+
+
+def test_the_eagle3_draft_of_smollm2_fits_into_a_package() -> None:
+    """As a file in 16 bits: it has no table of its own."""
+    settings = load("smollm2", "eagle3").draft
+    assert isinstance(settings, Eagle3Settings) and not settings.own_head
+    target = TargetConfig(
+        architecture="LlamaForCausalLM", vocab_size=49_152, model_width=576, mlp_width=1536,
+        num_layers=30, num_heads=9, num_kv_heads=3, head_width=64, max_positions=8192,
+    )  # fmt: skip
+    draft = fresh_config(settings, target, 8192)
+    assert 2 * count(eagle3.draft_table(draft, embedding=False, head=False)) == 8_851_968
+    others = load("qwen_coder", "eagle3").draft
+    assert isinstance(others, Eagle3Settings) and others.own_head and others.vocabulary == 32_000
 
 
 def test_every_known_target_has_a_configuration() -> None:

@@ -156,13 +156,16 @@ class Eagle3Objective:
     loss_chunk: int
     mlp_chunk: int = 0
     """Most tokens of a device whose MLP activations exist at once; 0: all."""
+    own_head: bool = True
+    """Whether the draft has an LM head of its own; otherwise it reads the target's."""
 
     def initialize(self, key: Array) -> PyTree:
-        """Fresh parameters of layer and LM head."""
+        """Fresh parameters of the layer, and of an LM head of its own."""
         config, (layer_key, head_key) = replace(self.draft, dtype="float32"), jax.random.split(key)
-        shape = config.proposable, config.model_width
-        head = INITIAL_SCALE * jax.random.normal(head_key, shape, jnp.float32)
-        return {**fresh_layer(config, layer_key), "head": head}
+        layer, shape = fresh_layer(config, layer_key), (config.proposable, config.model_width)
+        if not self.own_head:
+            return layer
+        return {**layer, "head": INITIAL_SCALE * jax.random.normal(head_key, shape, jnp.float32)}
 
     def draw(self, key: Array, rows: tuple[int, int], length: int) -> tuple[()]:
         """No randomness."""
@@ -186,11 +189,12 @@ class Eagle3Objective:
         sizes = self.target.vocab_size, self.steps * self.draft.proposable
         loss, (target_loss, known) = chunked_loss(
             partial(_soft_loss, self.target.logit_cap),
-            ((hidden, self._head(params)),),
+            ((hidden, self._head(params, target_head)),),
             (labels, weights, step_weights, view.hidden),
             chunk=max(1, self.loss_chunk * sizes[0] // sum(sizes)),
-            learns=(True,),
+            learns=(self.own_head,),
             whole=(target_head, frozen.vocabulary, frozen.places),
+            cap=None if self.own_head else self.target.logit_cap,
         )
         sums = {"loss": loss, "target_loss": target_loss}
         return sums if frozen.places is None else {**sums, "in_vocabulary": known}
@@ -219,9 +223,14 @@ class Eagle3Objective:
             mlp_chunk=self.mlp_chunk,
             factor=self.target.embedding_factor,
         )
+        if not self.own_head:  # The target's own states are divided already.
+            hidden = scaled(hidden, 1 / self.target.logits_divisor)
         return hidden, view
 
-    def _head(self, params: PyTree) -> Array:
+    def _head(self, params: PyTree, target_head: Array) -> Array:
+        """The LM head that the draft's states are for."""
+        if not self.own_head:
+            return target_head
         [head] = with_sharding("v d", cast(params["head"], self.draft.dtype))
         return head
 
@@ -256,7 +265,8 @@ def _hits(
     # The first tokens of a row are reached only by its first steps.
     _, weights = next_token_labels(batch.tokens, batch.weights)
     counted = counted_tokens(weights.at[:, : objective.steps].set(0.0))
-    target_head, head = head_of(frozen.target), objective._head(params)
+    target_head = head_of(frozen.target)
+    head = objective._head(params, target_head)
 
     def of_step(states: Array) -> tuple[Array, Array]:
         return count_hits(
@@ -281,6 +291,8 @@ class Eagle3Trainer:
     settings: Eagle3Settings
     vocabulary: np.ndarray | None
     """The target's tokens that it can propose; all if None."""
+    own_head: bool
+    """Whether it has an LM head of its own."""
 
     def objective(self, stage: StageConfig, loss_chunk: int, mlp_chunk: int) -> Eagle3Objective:
         """What a stage learns.
@@ -291,7 +303,7 @@ class Eagle3Trainer:
         refuse_offsets(stage, "an EAGLE-3 draft")
         settings = self.settings
         sizes = settings.steps, settings.decay, loss_chunk, mlp_chunk
-        return Eagle3Objective(self.target, self.draft, *sizes)
+        return Eagle3Objective(self.target, self.draft, *sizes, self.own_head)
 
     def reads(self, stage: StageConfig) -> Reads:
         """The hidden states that it fuses, and those of the distribution that it learns."""
@@ -300,38 +312,44 @@ class Eagle3Trainer:
     def save(self, folder: Path, params: PyTree) -> None:
         """Write the draft in SpecForge's format, which SGLang and vLLM read.
 
-        Its embedding is the target's and is not stored.
+        Tables of the target's are not stored: its embedding, and an LM head that is not its own.
         """
         layer = {name: part for name, part in params.items() if name != "head"}
-        head = params["head"]
+        # What is not stored may be any table.
+        nothing = jnp.zeros((0, self.draft.model_width))
+        tables = nothing, params["head"] if self.own_head else nothing
         vocabulary = None if self.vocabulary is None else jnp.asarray(self.vocabulary)
-        # The embedding is not stored, so that any table will do.
-        draft = Eagle3Params(layer, head, head, vocabulary, stores_embedding=False)
+        draft = Eagle3Params(
+            layer, *tables, vocabulary, stores_embedding=False, stores_head=self.own_head
+        )
         save_draft(folder, self.draft, draft)
 
 
 def begin(settings: Eagle3Settings, given: TrainContext) -> InitialDraft:
     """A fresh draft, or the one that the settings name.
 
-    A fresh draft's LM head begins as the target's rows of the tokens that it can propose.
+    A fresh draft's own LM head begins as the target's rows of the tokens that it can propose.
 
     Raises:
       ValueError: if the draft to start from does not fit the target or cannot be trained here, or
         the settings do not fit the target.
     """
     longest = max(stage.seq_len for stage in given.stages)
+    own_head = settings.own_head
     if settings.init:
         draft, params = _loaded(settings.init, given)
         draft = replace(draft, max_positions=max(longest, draft.max_positions))
         vocabulary = None if params.vocabulary is None else np.asarray(params.vocabulary)
-        start, rows = {**params.layer, "head": params.head}, None
+        own_head = params.stores_head
+        layer, head, rows = {**params.layer}, params.head, None
     else:
         draft, vocabulary = fresh_config(settings, given.target, longest), None
         if draft.proposable < draft.vocab_size:
             vocabulary = np.sort(most_frequent(given.count_tokens(), draft.proposable))
-        start, rows = {"head": head_of(given.params)}, vocabulary
+        layer, head, rows = {}, head_of(given.params), vocabulary
     draft = replace(draft, dtype=given.dtype)
-    trainer = Eagle3Trainer(given.target, draft, settings, vocabulary)
+    trainer = Eagle3Trainer(given.target, draft, settings, vocabulary, own_head)
+    start = {**layer, "head": head} if own_head else layer
     return InitialDraft(trainer, _frozen(given, vocabulary), _placed(draft, start, rows, given))
 
 
@@ -339,7 +357,7 @@ def fresh_config(settings: Eagle3Settings, target: TargetConfig, longest: int) -
     """The shape of a fresh draft: width, heads and rotary embedding are its target's.
 
     Args:
-      settings: the vocabulary's size, and the layers that the draft reads.
+      settings: the sizes of vocabulary and MLP, and the layers that the draft reads.
       target: of the draft.
       longest: tokens of the longest row that it is trained on, the range of its positions.
 
@@ -362,7 +380,7 @@ def fresh_config(settings: Eagle3Settings, target: TargetConfig, longest: int) -
     config = Eagle3Config(
         model_width=target.model_width,
         target_width=target.model_width,
-        mlp_width=target.mlp_width,
+        mlp_width=settings.mlp_width or target.mlp_width,
         num_heads=target.num_heads,
         num_kv_heads=target.num_kv_heads,
         head_width=target.head_width,
@@ -400,14 +418,16 @@ def _placed(
 ) -> PyTree:
     """Parameters to start from in float32, spread over the mesh.
 
-    A fresh layer is made where ``start`` has only the LM head, from which ``rows`` are taken.
+    A fresh layer is made where ``start`` has none; ``rows`` are taken from its LM head.
     """
     config = replace(draft, dtype="float32")
 
     def made(start: PyTree) -> PyTree:
-        layer = {} if len(start) > 1 else fresh_layer(config, jax.random.key(given.seed))
-        head = start["head"] if rows is None else jnp.take(start["head"], rows, axis=0)
-        return cast({**start, **layer, "head": head}, "float32")
+        if not start.keys() - {"head"}:
+            start = {**start, **fresh_layer(config, jax.random.key(given.seed))}
+        if rows is not None:
+            start = {**start, "head": jnp.take(start["head"], rows, axis=0)}
+        return cast(start, "float32")
 
     shapes = jax.eval_shape(made, start)
     return jax.jit(made, out_shardings=param_shardings(given.mesh, shapes))(start)

@@ -50,6 +50,18 @@ class Eagle3Settings(DraftSettings):
     """Passes of a training step, each on the output of the one before, as when drafting."""
     decay: Share = 0.8
     """Weight of a pass in the loss, relative to that of the one before it."""
+    own_head: bool = True
+    """Whether a fresh draft has an LM head of its own. Otherwise it reads the target's, which stays
+    as it is and is not stored with the draft."""
+    mlp_width: ZeroOrMore = 0
+    """Width of a fresh draft's MLP; the target's if 0."""
+
+    def __post_init__(self) -> None:
+        if self.vocabulary and not self.own_head:
+            raise ValueError(
+                "--config.draft.own_head=False shares the target's LM head, which knows all of its "
+                f"tokens, not vocabulary={self.vocabulary} of them; set --config.draft.vocabulary=0"
+            )
 
 
 @dataclass(frozen=True)

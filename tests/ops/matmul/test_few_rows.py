@@ -60,7 +60,7 @@ def test_gradients_are_those_of_plain_jax() -> None:
 
 @each_row(
     ("rows", "contracted", "columns"),
-    [(1, 4096, 4096), (69, 4096, 4096), (72, 4096, 4096), (64, 256, 256), (64, 4096, 4100)],
+    [(9, 4096, 4096), (69, 4096, 4096), (72, 4096, 4096), (64, 256, 256), (64, 4096, 4100)],
 )
 def test_other_matmuls_are_left_to_xla(
     rows: int, contracted: int, columns: int, monkeypatch: pytest.MonkeyPatch
@@ -76,7 +76,7 @@ def test_other_matmuls_are_left_to_xla(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("rows", [8, 24, 64])
+@pytest.mark.parametrize("rows", [1, 4, 8, 24, 64])
 def test_hopper_kernel(rows: int, dtype: str) -> None:
     hopper_or_skip()
     for contracted, columns, split in ((4096, 4096, True), (4224, 8192, True), (3584, 4608, False)):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from longspec_jax import LongSpec
 from longspec_jax.drafters.checkpoints.eagle3 import load, save_draft
 from longspec_jax.drafters.draft import Target
 from longspec_jax.drafters.eagle3 import Eagle3Options
@@ -30,6 +31,7 @@ SPECULATORS = Path(__file__).parents[2] / "drafters" / "eagle3" / "speculators"
 VARIANTS = sorted(path.name for path in SPECULATORS.iterdir())
 STAGE = StageConfig("short", 11, 4, 1, tiny.RATE, 4, 0, 0.0, 0)
 SETTINGS = Eagle3Settings("eagle3", "", "0,1,2", 20, 3, 0.5)
+SHARED = replace(SETTINGS, vocabulary=0, own_head=False, mlp_width=12)
 COUNTS = np.random.default_rng(4).permutation(tiny.TARGET.vocab_size)
 KNOWN = np.sort(np.argsort(-COUNTS)[:20])
 
@@ -77,6 +79,11 @@ def test_four_steps_are_those_of_pytorch(one: tiny.Trained, tmp_path: Path) -> N
 @pytest.mark.full
 def test_two_devices_learn_the_same(one: tiny.Trained) -> None:
     tiny.assert_same_steps(one, tiny.four_steps(SETTINGS, counted(fsdp=2), batch(), 30))
+    shared, halved = (
+        tiny.four_steps(SHARED, tiny.given(STAGE, **axes), batch(), 30)
+        for axes in ({}, {"fsdp": 1, "tp": 2})
+    )
+    tiny.assert_same_steps(shared, halved)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(jnp.float32, 2e-6), (jnp.bfloat16, 1e-2)])
@@ -175,6 +182,55 @@ def test_a_fresh_head_is_the_targets(one: tiny.Trained) -> None:
     np.testing.assert_array_equal(whole.params["head"], tiny.FROZEN["head"])
 
 
+def test_a_draft_without_a_head_learns_and_drafts_with_the_targets(tmp_path: Path) -> None:
+    """Nothing of the head is in its parameters or in its file, and no token of the text changes."""
+    begun, first, metrics, params = tiny.four_steps(SHARED, tiny.given(STAGE), batch(), 30)
+    assert float(metrics[3]["loss"]) < float(metrics[0]["loss"])
+    assert first.keys() == params.keys() and "head" not in params
+    stored = tiny.tensors(begun, params, tmp_path)
+    assert not stored.keys() & {"lm_head.weight", "embed_tokens.weight", "d2t"}
+    assert stored["midlayer.mlp.up_proj.weight"].shape == (12, 16)
+    draft = load(tmp_path, Target(tiny.TARGET, tiny.FROZEN), Eagle3Options(window=40))
+    assert draft.config == begun.trainer.draft and draft.params.head is tiny.FROZEN["head"]
+    jax.tree.map(np.testing.assert_array_equal, draft.params.layer, dict(params))
+    # What a fresh draft would have does not matter.
+    again = begin(replace(SETTINGS, init=str(tmp_path)), tiny.given(STAGE))
+    jax.tree.map(np.testing.assert_array_equal, again.params, dict(params))
+    assert again.trainer.draft == begun.trainer.draft and not again.trainer.own_head
+    compared = LongSpec(tiny.TARGET, tiny.FROZEN, draft, tree=(2, 2)).compare(
+        [[3, 5, 7], [2] * 6], max_new_tokens=9, temperature=[0.0, 1.0]
+    )
+    assert compared.identical and sum(compared.speculative.stats.acceptance_histogram) > 0
+
+
+def test_the_targets_head_is_learned_for_as_it_is_drafted_with(tmp_path: Path) -> None:
+    """With its factors: the loss is that of the loaded draft's own logits."""
+    target = replace(tiny.TARGET, logits_divisor=0.25, logit_cap=2.0)
+    begun = begin(SHARED, replace(tiny.given(STAGE), target=target))
+    begun.trainer.save(tmp_path, begun.params)
+    draft = load(tmp_path, Target(target, tiny.FROZEN), Eagle3Options(window=40))
+    objective = begun.trainer.objective(STAGE, 30, 0)
+    micro = jax.tree.map(lambda part: jnp.asarray(part[0]), batch())
+
+    @jax.jit
+    def both(params: Any) -> Any:
+        hidden, view = objective._passes(params, begun.frozen, micro)
+        logits = draft.params.logits(hidden * target.logits_divisor)
+        scores = target.logit_cap * jnp.tanh(view.hidden @ tiny.FROZEN["head"].T / target.logit_cap)
+        surprise = -jax.nn.softmax(scores)[:, :, None] * jax.nn.log_softmax(logits)
+        loss = objective.sums(params, begun.frozen, micro, ())["loss"]
+        return loss, jnp.sum(surprise, -1), jnp.max(jnp.abs(logits))
+
+    loss, surprise, largest = both(begun.params)
+    assert 1.5 < largest < 2.0
+    weights = np.asarray(micro.weights)
+    expected = sum(
+        0.5**step * np.sum(weights[:, step + 2 :] * surprise[:, step + 1 : -1, step])
+        for step in range(3)
+    )
+    assert relative_error(loss, expected) < 1e-5
+
+
 def test_acceptance_is_that_of_the_logits(one: tiny.Trained) -> None:
     """Counted one by one, over tokens that every step reaches."""
     begun, _, _, params = one
@@ -207,6 +263,8 @@ def test_what_cannot_be_trained_is_refused(one: tiny.Trained, tmp_path: Path) ->
     ):
         with pytest.raises(ValueError, match=said):
             begin(settings, counted())
+    with pytest.raises(ValueError, match="own_head=False .* vocabulary=20 .*draft.vocabulary=0"):
+        replace(SETTINGS, own_head=False)
     own = random_params(begun.trainer.draft, KNOWN)
     for draft, embedding, said in (
         (begun.trainer.draft, True, "has an embedding of its own"),
