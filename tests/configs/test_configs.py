@@ -70,8 +70,8 @@ def count(table: Any) -> int:
 
 @each_row("name", INSTALLED)
 def test_a_draft_of_an_installed_target_learns_text_and_then_answers(name: str) -> None:
-    text, answers = load(name), load(name, "answers")
-    assert text.target == answers.target == text.data.corpus.tokenizer  # type: ignore[union-attr]
+    text = load(name)
+    assert text.target == text.data.corpus.tokenizer  # type: ignore[union-attr]
     short, long = text.stages
     assert short.seq_len + short.max_offset == long.seq_len and not long.max_offset
     assert 1 <= long.batch * long.seq_len / (short.batch * short.seq_len) <= 2
@@ -81,10 +81,14 @@ def test_a_draft_of_an_installed_target_learns_text_and_then_answers(name: str) 
         # At equal minutes.
         assert [s.max_seconds for s in other.stages] == [s.max_seconds for s in text.stages]
     assert not other.stages[0].max_offset
-    [stage] = answers.stages
-    assert answers.draft.init == f"runs/{name}/draft" and stage.max_offset
-    assert answers.data.files == f"runs/{name}/answers.jsonl" and answers.data.pack
-    with pytest.raises(ValueError, match="choose one of text, parallel, eagle3, answers"):
+    for kind in ("text", "eagle3", "parallel"):
+        before, folder = load(name, kind), f"runs/{name}-{kind}".removesuffix("-text")
+        answers = load(name, f"{kind}_answers".removeprefix("text_"))
+        [stage] = answers.stages
+        assert answers.draft == dataclasses.replace(before.draft, init=f"{folder}/draft")
+        assert stage.max_offset == before.stages[0].max_offset and answers.target == text.target
+        assert answers.data.files == f"{folder}/answers.jsonl" and answers.data.pack
+    with pytest.raises(ValueError, match="eagle3, answers, parallel_answers, eagle3_answers"):
         load(name, "short")
 
 

@@ -1,13 +1,18 @@
 """The training command with every kind of draft but the usual one, end to end at toy scale."""
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from longspec_jax import LongSpec
+from longspec_jax.drafters.checkpoints import eagle3
+from longspec_jax.drafters.draft import Target
+from longspec_jax.weights.hf import load_target
+from tests.drafters.eagle3.toys import config_for, random_params
 from tests.train.tiny import (
     ROOT,
     assert_learns_of_stored_features,
@@ -125,6 +130,27 @@ def test_a_run_resumes_exactly_behind_a_damaged_checkpoint(
         ["the draft proposes"] * 2, tree="2,2", max_new_tokens=12, temperature=[0.0, 1.0]
     )
     assert compared.identical
+
+
+def test_an_eagle3_draft_that_learns_answers_keeps_its_tables(target: Path, tmp_path: Path) -> None:
+    """Its tokens and layers are those of its folder, not those that a fresh draft would have."""
+    given, text = Target(*load_target(target)), tmp_path / "text"
+    config = config_for(given.config, proposable=64, features=(0, -1, 0))
+    known = np.arange(230, 294)  # Few of them occur in the answers.
+    own = random_params(config, known)
+    eagle3.save_draft(text, config, replace(own, stores_embedding=False))
+    options = (
+        f"target={target}", f"data.files={conversations(tmp_path / 'answers.jsonl', 34)}",
+        f"draft.init={text}", "draft.steps=2", "stages.answers.seq_len=40", "dtype=float32",
+        "stages.answers.batch=8", "stages.answers.steps=2", "stages.answers.max_seconds=0",
+        "accept_rows=2",
+    )  # fmt: skip
+    named = f"--config={ROOT}/configs/smollm2.py:eagle3_answers", f"--workdir={tmp_path}"
+    assert command(*named, *(f"--config.{each}" for each in options)) == 0
+    after = eagle3.load(tmp_path / "draft", given)
+    assert after.config == config
+    np.testing.assert_array_equal(after.params.vocabulary, known)
+    assert np.any(after.params.head != own.head)
 
 
 def test_layers_that_are_no_numbers_are_refused(tmp_path: Path, refused: Any) -> None:
