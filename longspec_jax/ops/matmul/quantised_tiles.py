@@ -31,7 +31,7 @@ _ACCUMULATORS = 4
 one gates the other, and of parts of the contraction."""
 _DEEP_TOKENS = 16
 """Rows up to which steps of a draft in 8 bits are twice as deep where the ring holds three of them:
-matmuls of 8 rows take 1 to 21 % less time (``docs/results/draft_depth_h200.json``)."""
+their matmuls take 1 to 22 % less time (``docs/results/draft_depth_h200.json``)."""
 _FEW_TOKENS = 64
 """Tokens whose sums leave the registers of a thread room for five warpgroups."""
 
