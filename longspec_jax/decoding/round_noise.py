@@ -46,7 +46,8 @@ class RoundNoise:
         the draft's error, so the largest remain the likely draws. Any scores are lossless; these
         are accepted often. Penalties are those of the committed tokens.
         """
-        return perturb(self._adjusted(logits), self.noise[:, depth : depth + 1], self.sampling)
+        gumbel = self.noise[:, depth : depth + 1]
+        return perturb(self._adjusted(logits), gumbel, self.sampling, guessed=True)
 
     def chances(
         self, likely: Float[Array, "B w levels"], tokens: Int[Array, "B w levels"]

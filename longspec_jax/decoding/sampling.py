@@ -6,36 +6,31 @@ its own row, on nothing else: not on the round, the tree, the batch slot or the 
 speculative decoding therefore draw the same tokens (docs/design/decisions.md, decision 4.1), and
 the draft, given the same noise, can aim at what the target is about to draw.
 
-Filters follow the order of transformers: temperature, top-k, top-p, min-p. None of them sorts: each
-finds its edge by bisection on the 32 bits of the logits. On two CPU cores and 128k tokens that
-takes a quarter to a third of the time of a sort.
+Filters follow the order of transformers: temperature, top-k, top-p, min-p
+(:mod:`longspec_jax.decoding.filters`). On two CPU cores and 128k tokens they take a quarter to a
+third of the time of a sort.
 
 A draw's bits do not depend on how many rows or nodes are drawn alongside it. Operations on single
-elements, counts, the maximum and the argmax have one result in any order. The compiler chooses the
-order of a sum by the shape of the array, so the masses of top-p are added up as whole numbers.
+elements, the maximum and the argmax have one result in any order.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from enum import IntEnum
+from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
-from jaxtyping import Bool, Float, Int, UInt
+from jaxtyping import Float, Int, UInt
 
 from longspec_jax.axes import Array, Leaf
+from longspec_jax.decoding.filters import filtered, roughly_filtered, searches_wide
 
 NO_TOKEN = -1
 """What is drawn from logits that are not finite; no child of a tree carries it, and it ends a
 row."""
 TINY = float(jnp.finfo(jnp.float32).tiny)
 """The smallest normal number: the lowest temperature that samples."""
-MOST_LIKELY = np.uint32(1 << 31)
-"""What stands for a logit of 0, the largest, among the whole numbers in the order of logits."""
-MASS_BITS = 42
-"""Bits that a mass of top-p keeps after the point, at least; the largest mass is 1."""
 
 
 class SamplingKind(IntEnum):
@@ -108,12 +103,23 @@ def noise(
 
 
 def perturb(
-    logits: Float[Array, "B T V"], gumbel: Float[Array, " B #T #V"], sampling: Sampling
+    logits: Float[Array, "B T V"],
+    gumbel: Float[Array, " B #T #V"],
+    sampling: Sampling,
+    *,
+    guessed: bool = False,
 ) -> Float[Array, "B T V"]:
-    """Scores whose argmax is the draw: filtered, tempered logits plus noise; plain ones at 0."""
+    """Scores whose argmax is the draw: filtered, tempered logits plus noise; plain ones at 0.
+
+    Args:
+      logits: the target's, or a draft's.
+      gumbel: noise of the tokens' positions.
+      sampling: of the rows.
+      guessed: whether they are a draft's, whose filters need not be exact.
+    """
     if sampling.kind is SamplingKind.GREEDY:
         return logits
-    greedy, _, tempered = _tempered(logits, sampling)
+    greedy, _, tempered = _tempered(logits, sampling, guessed=guessed)
     return jnp.where(greedy, logits, tempered + gumbel)
 
 
@@ -124,12 +130,14 @@ def processed(logits: Float[Array, "B T V"], sampling: Sampling) -> Float[Array,
     """
     if sampling.kind is SamplingKind.GREEDY:
         return logits
-    greedy, temperature, tempered = _tempered(logits, sampling)
+    greedy, temperature, tempered = _tempered(logits, sampling, guessed=False)
     kept = jnp.where(jnp.isneginf(tempered), -jnp.inf, logits / temperature)
     return jnp.where(greedy, logits, kept)
 
 
-def _tempered(logits: Float[Array, "B T V"], sampling: Sampling) -> tuple[Array, Array, Array]:
+def _tempered(
+    logits: Float[Array, "B T V"], sampling: Sampling, *, guessed: bool
+) -> tuple[Array, Array, Array]:
     """Which rows are greedy, the temperatures of the others, and their filtered logits.
 
     The logits are over the temperature, and 0 for the most likely token.
@@ -141,7 +149,9 @@ def _tempered(logits: Float[Array, "B T V"], sampling: Sampling) -> tuple[Array,
     # inf.
     tempered = (logits - logits.max(axis=-1, keepdims=True)) / temperature
     if sampling.kind is SamplingKind.ANY:
-        tempered = _filter(tempered, sampling)
+        wide = searches_wide()
+        keep = roughly_filtered if guessed and wide else partial(filtered, wide=wide)
+        tempered = keep(tempered, sampling.top_k, sampling.top_p, sampling.log_min_p)
     return greedy, temperature, tempered
 
 
@@ -169,70 +179,3 @@ def masked(logits: Float[Array, "B T V"], bits: UInt[Array, "B T W"]) -> Float[A
     words = jnp.take(bits, token // 32, axis=-1)
     allowed = words >> (token % 32).astype(jnp.uint32) & 1
     return jnp.where(allowed == 1, logits, -jnp.inf)
-
-
-def _filter(logits: Float[Array, "B T V"], sampling: Sampling) -> Float[Array, "B T V"]:
-    """Send logits outside the row's top-k, top-p and min-p sets to -inf; ties at an edge stay in.
-
-    Args:
-      logits: at most 0, and 0 for the most likely token.
-    """
-    vocabulary, shape = logits.shape[-1], logits.shape[:-1]
-    order, top_p = _in_order(logits), sampling.top_p[:, None]
-    count = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, vocabulary), vocabulary)
-
-    def holds_k(edge: Array) -> Array:
-        return (order >= edge[..., None]).sum(axis=-1, dtype=jnp.int32) >= count[:, None]
-
-    kth = _last_edge(holds_k, shape)
-    inside = order >= kth[..., None]
-    # A token stays if the mass up to it, from the least likely on, exceeds what may be left out.
-    # Small masses are added first: from the other end the sum reaches 1 with most of a long tail to
-    # come.
-    left_out = (1 - top_p) * mass(logits, inside)
-
-    def may_be_left_out(edge: Array) -> Array:
-        return mass(logits, inside & (order < edge[..., None])) <= left_out
-
-    smallest = jnp.minimum(_last_edge(may_be_left_out, shape), MOST_LIKELY)
-    edge = jnp.maximum(kth, jnp.where(top_p < 1, smallest, 0))
-    kept = (order >= edge[..., None]) & (logits >= sampling.log_min_p[:, None, None])
-    return jnp.where(kept, logits, -jnp.inf)
-
-
-def _in_order(logits: Float[Array, "*rows V"]) -> UInt[Array, "*rows V"]:
-    """Whole numbers in the order of the logits; equal ones for equal logits."""
-    bits = jax.lax.bitcast_convert_type(jnp.where(logits == 0, 0.0, logits), jnp.uint32)
-    return jnp.where(bits < MOST_LIKELY, bits | MOST_LIKELY, ~bits)
-
-
-def _last_edge(holds: Callable[[Array], Array], shape: tuple[int, ...]) -> UInt[Array, "*rows"]:
-    """The largest number for which something holds that holds for all smaller ones, bit by bit."""
-
-    def narrow(step: Array, edge: Array) -> Array:
-        higher = edge | (MOST_LIKELY >> step.astype(jnp.uint32))
-        return jnp.where(holds(higher), higher, edge)
-
-    return jax.lax.fori_loop(0, 32, narrow, jnp.zeros(shape, jnp.uint32))
-
-
-def mass(logits: Float[Array, "*rows V"], inside: Bool[Array, "*rows V"]) -> Float[Array, "*rows"]:
-    """Sums of ``exp(logits)`` over the tokens inside, the same bits in whatever order.
-
-    Every term is truncated to a fixed-point number of two to four digits. The sums of each digit
-    are whole numbers and exact. Putting them together rounds as float32 does. What truncation
-    leaves out of 128k tokens is 3e-8 of the largest mass at most, all tokens together.
-
-    Args:
-      logits: at most 0, and 0 for the most likely token.
-    """
-    bits = 32 - logits.shape[-1].bit_length()  # Of a digit: the sum of all tokens' has 32.
-    rest = jnp.where(inside, jnp.exp(logits), 0)
-    total = jnp.zeros(logits.shape[:-1], jnp.float32)
-    for digit in range(1, -(-MASS_BITS // bits) + 1):
-        rest *= 2.0**bits
-        whole = jnp.floor(rest)
-        rest -= whole
-        sums = whole.astype(jnp.uint32).sum(axis=-1)
-        total += sums.astype(jnp.float32) * 2.0 ** (-bits * digit)
-    return total

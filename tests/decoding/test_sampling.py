@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
 from transformers import (
     MinPLogitsWarper,
@@ -13,6 +14,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from longspec_jax.decoding import filters
 from longspec_jax.decoding import sampling as sampling_lib
 from longspec_jax.decoding.sampling import NO_TOKEN, Sampling
 from tests.decoding.lossless import kind_of
@@ -20,7 +22,7 @@ from tests.kit import each_row
 
 VOCABULARY = 11
 # Outside a program every operation is one of its own.
-draw, mass, perturb = map(jax.jit, (sampling_lib.draw, sampling_lib.mass, sampling_lib.perturb))
+draw, perturb = map(jax.jit, (sampling_lib.draw, sampling_lib.perturb))
 noise = partial(jax.jit, static_argnums=2)(sampling_lib.noise)
 
 
@@ -36,6 +38,12 @@ def sampling(
         spread(np.log(min_p) if min_p else -np.inf),
         kind_of(temperature, top_k, top_p, min_p),
     )
+
+
+@jax.jit
+def mass(logits: jax.Array, inside: jax.Array) -> jax.Array:
+    """The mass of the tokens inside."""
+    return filters.masses(logits, [inside])[..., 0]
 
 
 @partial(jax.jit, static_argnums=2)
@@ -185,18 +193,59 @@ def test_filters_keep_what_a_sort_keeps_and_what_transformers_keeps() -> None:
     )
     s = s.replace(log_min_p=jnp.log(jnp.float32(least)))
     scores = np.asarray(perturb(jnp.asarray(logits), jnp.zeros((rows, 1, 1)), s))
-    for row, filters in enumerate(FILTERS):
+    for row, (k, p, least) in enumerate(FILTERS):
         for position in range(2):
             one, found = logits[row, position], scores[row, position]
-            expected = kept_by_sorting(one / np.float32(0.7), *filters)
-            np.testing.assert_array_equal(np.isfinite(found), expected, err_msg=str(filters))
-            np.testing.assert_array_equal(np.isfinite(processed(one, *filters)), expected)
+            expected = kept_by_sorting(one / np.float32(0.7), k, p, least)
+            np.testing.assert_array_equal(
+                np.isfinite(found), expected, err_msg=f"{k}, {p}, {least}"
+            )
+            np.testing.assert_array_equal(np.isfinite(processed(one, k, p, least)), expected)
             inside = (one - one.max())[expected] / np.float32(0.7)
             np.testing.assert_allclose(found[expected], inside, rtol=1e-6)
     alone = jax.tree.map(lambda leaf: leaf[-1:], s)
     np.testing.assert_array_equal(
         perturb(jnp.asarray(logits[-1:, 1:]), jnp.zeros((1, 1, 1)), alone)[0, 0], scores[-1, 1]
     )
+
+
+def rows_of_all_filters(vocabulary: int, scale: float) -> tuple[jax.Array, list[jax.Array]]:
+    """Logits for each of :data:`FILTERS` at two positions, some of them equal, and the filters."""
+    rows = len(FILTERS)
+    logits = np.random.default_rng(vocabulary).normal(0, scale, (rows, 2, vocabulary))
+    logits = np.round(logits, 2).astype(np.float32)
+    k, p, least = (np.asarray(values) for values in zip(*FILTERS, strict=True))
+    below = jnp.asarray(logits - logits.max(axis=-1, keepdims=True))
+    return below, [jnp.asarray(k, jnp.int32), jnp.float32(p), jnp.log(jnp.float32(least))]
+
+
+@each_row(("vocabulary", "scale"), [(128, 2.0), (5000, 1.0), (5000, 40.0)])
+def test_a_gpus_passes_find_the_edges_of_a_cpus(
+    vocabulary: int, scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several bits of an edge a pass, and many sums in one reduction."""
+    logits, of_rows = rows_of_all_filters(vocabulary, scale)
+    bit_by_bit = jax.jit(partial(filters.filtered, wide=False))(logits, *of_rows)
+    monkeypatch.setattr(filters, "searches_wide", lambda: True)
+    wide = jax.jit(partial(filters.filtered, wide=True))(logits, *of_rows)
+    np.testing.assert_array_equal(wide, bit_by_bit)
+
+
+def test_a_drafts_filters_let_in_little_more_than_the_targets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logits, of_rows = rows_of_all_filters(5000, 3.0)
+    exact = jax.jit(partial(filters.filtered, wide=False))(logits, *of_rows)
+    monkeypatch.setattr(filters, "searches_wide", lambda: True)
+    rough = jax.jit(filters.roughly_filtered)(logits, *of_rows)
+    least, lower = (
+        np.where(np.isfinite(kept), kept, np.inf).min(axis=-1) for kept in (exact, rough)
+    )
+    edges = np.concatenate([[0.0], filters.ROUGH_EDGES, np.full(2, -np.inf)])
+    # The mass of what top-k leaves is a rough one, too: the edge may be one further.
+    further = edges[np.searchsorted(-edges, -least) + 1]
+    assert (lower <= least).all() and (lower >= further).all()
+    assert (lower >= -8).mean() > 0.5
 
 
 def processed(logits: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarray:
