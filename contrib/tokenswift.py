@@ -21,7 +21,7 @@ of the target's ``config.json`` counts them. So target and draft may be one fold
 """
 
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 

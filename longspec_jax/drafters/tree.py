@@ -354,10 +354,10 @@ def accept(tree: Tree, draws: Int[Array, "B T"], levels: int) -> AcceptedPath:
     # The path's nodes are those all of whose ancestors were drawn: no loop over the levels.
     reached = (~tree.mask | (child | (node == 0))[:, None]).all(axis=2)
     depth = tree.mask.sum(axis=2, dtype=jnp.int32) - 1
-    count = jnp.minimum(reached.sum(axis=1, dtype=jnp.int32), levels + 1)
-    step = jnp.minimum(jnp.arange(levels + 1), count[:, None] - 1)
-    here = reached[:, None] & (depth[:, None] == step[:, :, None])
-    path = jnp.where(here, node, 0).max(axis=2)
+    # A parent comes before its children: the last node down to a depth is the deepest.
+    above = reached[:, None] & (depth[:, None] <= jnp.arange(levels + 1)[:, None])
+    path = jnp.where(above, node, 0).max(axis=2)
+    count = along(path[:, -1:], depth)[:, 0] + 1
     return AcceptedPath(path, jnp.take_along_axis(draws, path, axis=1), count)
 
 

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
 from longspec_jax.axes import Array
-from longspec_jax.drafters.tree import Tree, best_nodes, tree_paths
+from longspec_jax.drafters.tree import Tree, tree_paths
+from longspec_jax.ops.selection.continuations import top_by_rank
 
 NO_TOKEN = -1
 """After the end of a path."""
@@ -48,7 +49,8 @@ def union(offered: Mapping[int, Tree], levels: int, nodes: int) -> Tree:
         path = jnp.pad(path, ((0, 0), (0, missing), (0, 0)), constant_values=NO_TOKEN)
         worth = jnp.pad(worth, ((0, 0), (0, missing)), constant_values=-jnp.inf)
         tokens, sources = (jnp.pad(each, ((0, 0), (0, missing))) for each in (tokens, sources))
-    best = best_nodes(worth, nodes)
+    # The root is the likeliest, and the first of equals; parents stay before their children.
+    best = jnp.sort(top_by_rank(worth, nodes)[1], axis=1)
     of_best = partial(jnp.take_along_axis, indices=best, axis=1)
     worth = of_best(worth)
     sources = jnp.where(jnp.isfinite(worth), of_best(sources), 0)
