@@ -21,7 +21,7 @@ of the target's ``config.json`` counts them. So target and draft may be one fold
 """
 
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +204,8 @@ def continuations(
     """
     earlier = jnp.arange(text.shape[1]) < last[:, None]
     there = (text[:, None] == first[:, :, None]) & earlier[:, None]
-    places, found = jax.vmap(partial(best_places, count=PLACES), 1, 1)(there.astype(jnp.int32))
+    flat = there.reshape(-1, text.shape[1]).astype(jnp.int32)
+    places, found = (each.reshape(*first.shape, -1) for each in best_places(flat, PLACES))
     missing = PLACES - places.shape[2]  # In a text of fewer tokens.
     places, found = (jnp.pad(each, ((0, 0), (0, 0), (0, missing))) for each in (places, found))
     at = places[..., None] + 1 + jnp.arange(levels)

@@ -46,25 +46,32 @@ COUNTED = 8, 8
 """Places and levels that are counted."""
 
 
+class Kept(NamedTuple):
+    """What is counted of what was found in a round; every leaf ``[B, ...]``."""
+
+    tokens: Int[Array, "B C levels"]
+    classes: Int[Array, "B C levels"]
+    """As in :class:`Found`; :data:`NONE` also where an earlier place has the same path."""
+    start: Lengths
+    """Where the first of these tokens would be in the row."""
+
+    @classmethod
+    def nothing(cls, batch: int) -> "Kept":
+        """What is kept before the first lookup."""
+        none = jnp.zeros((batch, *COUNTED), jnp.int32)
+        return cls(none, none + NONE, none[:, 0, 0])
+
+
 class Found(NamedTuple):
     """What followed the places of a row that match its end best; every leaf ``[B, ...]``."""
 
     tokens: Int[Array, "B C levels"]
     classes: Int[Array, "B C levels"]
     """Class of every token; :data:`NONE` where there is none."""
-    distinct: Bool[Array, "B C levels"]
-    """Whether no earlier place has the same path."""
-    position: Lengths
-    """The token after which they were looked up."""
+    repeats: Bool[Array, "B C levels"]
+    """Whether an earlier place has the same path."""
 
-    @classmethod
-    def nothing(cls, batch: int) -> "Found":
-        """What is kept before the first lookup."""
-        none = jnp.zeros((batch, *COUNTED), jnp.int32)
-        return cls(none, none + NONE, none > 0, none[:, 0, 0])
-
-    @property
-    def kept(self) -> "Found":
+    def kept(self, start: Lengths) -> Kept:
         """The first places and levels, as many as are counted, whatever the tree."""
         places, levels = COUNTED
         shape = self.tokens.shape
@@ -73,15 +80,14 @@ class Found(NamedTuple):
         def part(leaf: Array, empty: int) -> Array:
             return jnp.pad(leaf[:, :places, :levels], more, constant_values=empty)
 
-        distinct = part(self.distinct, False)
-        return Found(part(self.tokens, 0), part(self.classes, NONE), distinct, self.position)
+        counted = jnp.where(self.repeats, NONE, self.classes)
+        return Kept(part(self.tokens, 0), part(counted, NONE), start)
 
 
 def classified(
     tokens: Int[Array, "B C levels"],
     known: Bool[Array, "B C levels"],
     matched: Int[Array, "B C"],
-    position: Lengths,
 ) -> Found:
     """Continuations of some places, with the classes of their tokens.
 
@@ -89,9 +95,8 @@ def classified(
       tokens: after every place.
       known: which of them there are; none after one that is not.
       matched: tokens up to each place that equal the row's end.
-      position: of the row's last token.
     """
-    steps = jnp.arange(tokens.shape[2])
+    place, steps = (jnp.arange(count) for count in tokens.shape[1:])
     agree = agreements(tokens, known)
     above = jnp.pad(agree[..., :-1], ((0, 0), (0, 0), (0, 0), (1, 0)), constant_values=True)
     before = above & known[:, :, None] & known[:, None]
@@ -103,8 +108,8 @@ def classified(
     kind = jnp.where(friends == rivals, jnp.where(rivals == 1, SINGLE, AGREED), kind)
     length = (longest[..., None] >= jnp.asarray(LENGTHS)).sum(axis=3) - 1
     classes = jnp.where(known, kind * len(LENGTHS) + length, NONE)
-    first = jnp.argmax(agree, axis=2) == jnp.arange(tokens.shape[1])[:, None]
-    return Found(tokens, classes, first & known, position)
+    repeats = (agree & (place < place[:, None])[..., None]).any(axis=2)
+    return Found(tokens, classes, repeats)
 
 
 def agreements(
@@ -131,7 +136,7 @@ class Counts:
         none = jnp.zeros((batch, SHARES.size), jnp.float32)
         return cls(none, none)
 
-    def after(self, found: Found, text: Int[Array, "B S"], position: Lengths) -> "Counts":
+    def after(self, found: Kept, text: Int[Array, "B S"], position: Lengths) -> "Counts":
         """The counts with what a row's text says about the places found some tokens before.
 
         Args:
@@ -140,22 +145,22 @@ class Counts:
           position: of its last token.
         """
         steps = jnp.arange(found.tokens.shape[2])
-        at = found.position[:, None] + 1 + steps
+        at = found.start[:, None] + steps
         right = found.tokens == along(jnp.minimum(at, text.shape[1] - 1), text)[:, None]
         so_far = (right[:, :, None] | ~(steps[:, None] > steps)).all(axis=3)
-        tried = so_far & found.distinct & (at <= position[:, None])[:, None]
+        tried = so_far & (at <= position[:, None])[:, None]
         of_class = found.classes[..., None] == jnp.arange(SHARES.size)
         fresh = (of_class & tried[..., None]).sum(axis=(1, 2), dtype=jnp.float32)
         good = (of_class & (tried & right)[..., None]).sum(axis=(1, 2), dtype=jnp.float32)
         kept = jnp.where(fresh > 0, KEPT, 1.0)
         return Counts(kept * self.tried + fresh, kept * self.right + good)
 
-    def likely(self, found: Found) -> Float[Array, "B C levels"]:
-        """How likely each token is, given that all before it on its path are right."""
+    def likely(self, classes: Int[Array, "B C levels"]) -> Float[Array, "B C levels"]:
+        """How likely a token of each class is, given that all before it on its path are right."""
         share = (self.right + TRUST * SHARES.reshape(-1)) / (self.tried + TRUST)
-        flat = found.classes.reshape(len(share), -1)
+        flat = classes.reshape(len(share), -1)
         chosen = jnp.take_along_axis(share, jnp.maximum(flat, 0), axis=1)
-        return jnp.where(flat >= 0, chosen, 0.0).reshape(found.classes.shape)
+        return jnp.where(flat >= 0, chosen, 0.0).reshape(classes.shape)
 
 
 def path_totals(likely: Float[Array, "B C levels"]) -> Float[Array, "B C levels"]:

@@ -20,12 +20,12 @@ from jaxtyping import Bool, Float, Int
 from longspec_jax.axes import Array, Leaf, Lengths
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.base import Committed, Drafter, Needs, Params, SamplingNoise, View
-from longspec_jax.drafters.calibration import Counts, Found, classified, path_totals
+from longspec_jax.drafters.calibration import Counts, Found, Kept, classified, path_totals
 from longspec_jax.drafters.draft import DefaultTrees, Draft
 from longspec_jax.drafters.tree import Tree, of_all_nodes, root_tree
 from longspec_jax.drafters.union import union
 from longspec_jax.ops.dispatch import traced_once
-from longspec_jax.ops.selection.continuations import best_in_blocks, block_size
+from longspec_jax.ops.selection.continuations import SMALL_VOCABULARY, best_continuations
 from longspec_jax.ops.slicing import along
 
 CONTEXT = 16
@@ -69,7 +69,7 @@ class LookupState:
 
     row: NgramState
     counts: Counts
-    found: Found
+    found: Kept
     """In the latest round; the row's text shows what of it was right."""
 
     @property
@@ -114,7 +114,7 @@ class NgramDrafter(Drafter):
     def begin(self, params: Params, batch: int, capacity: int) -> LookupState:
         """No tokens yet."""
         row = NgramState.begin(batch, capacity)
-        return LookupState(row, Counts.begin(batch), Found.nothing(batch))
+        return LookupState(row, Counts.begin(batch), Kept.nothing(batch))
 
     def extend(self, params: Params, state: LookupState, committed: Committed) -> LookupState:
         """Write the tokens at their positions."""
@@ -126,7 +126,8 @@ class NgramDrafter(Drafter):
             return state
         text = state.row.text(view.pending, view.position)
         counts = state.counts.after(state.found, text, view.position)
-        return replace(state, counts=counts, found=self.find(text, view.position).kept)
+        found = self.find(text, view.position).kept(view.position + 1)
+        return replace(state, counts=counts, found=found)
 
     def propose(self, params: Params, state: LookupState, view: View, noise: SamplingNoise) -> Tree:
         """The tree of the best places' continuations."""
@@ -140,7 +141,7 @@ class NgramDrafter(Drafter):
         # The compiler finds that this was looked up before the round. Inside a hierarchy it was
         # not: a partial round's tokens are after the row's.
         found = self.find(state.row.text(view.pending, view.position), view.position)
-        likely = noise.chances(state.counts.likely(found), found.tokens)
+        likely = noise.chances(state.counts.likely(found.classes), found.tokens)
         return side_by_side(view.pending, found.tokens, path_totals(likely), self.tree)
 
     @traced_once("self")
@@ -156,7 +157,7 @@ class NgramDrafter(Drafter):
         period = jnp.maximum(last[:, None] - places, 1)
         tokens = continuations_of(text, places, period, self.tree.num_levels)
         known = jnp.broadcast_to((matched > 0)[:, :, None], tokens.shape)
-        return classified(tokens, known, matched, last)
+        return classified(tokens, known, matched)
 
     @property
     def _places(self) -> int:
@@ -243,9 +244,11 @@ def best_places(
     if slots > EXACT // (CONTEXT + 1):
         _, places = jax.lax.top_k(order, count)
     else:
-        # As real numbers, without a sort of the whole text.
-        numbers = order.astype(jnp.float32)[:, None]
-        _, _, places = best_in_blocks(numbers, count, block_size(slots))
+        # Whole numbers from which a logarithm below 1/2 is subtracted keep their order as float32
+        # numbers. A text that is too short for the op's kernels is lengthened.
+        longer = (0, 0), (0, max(SMALL_VOCABULARY + 1 - slots, 0))
+        numbers = jnp.pad(order.astype(jnp.float32), longer, constant_values=-jnp.inf)[:, None]
+        _, _, places = best_continuations(numbers, jnp.zeros((len(order), 1)), count)
     return places, jnp.take_along_axis(matched, places, axis=1)
 
 
@@ -284,9 +287,12 @@ def side_by_side(
     # Some nodes of a level wider than there are places, or than the one above, are not used.
     none = (branch >= places) | (depth[1:] <= level)
     branch = np.minimum(branch, places - 1)
+    own = np.arange(shape.num_levels) <= level[:, None]
+    paths = jnp.where(own, tokens[:, branch].astype(jnp.int32), -1)
     return Tree(
         jnp.concatenate([pending[:, None], tokens[:, branch, level]], axis=1).astype(jnp.int32),
         jnp.broadcast_to(parents, (batch, len(mask))),
         jnp.broadcast_to(mask, (batch, *mask.shape)),
         of_all_nodes([jnp.where(none, -jnp.inf, totals[:, branch, level])]),
+        paths=jnp.pad(paths, ((0, 0), (1, 0), (0, 0)), constant_values=-1),
     )

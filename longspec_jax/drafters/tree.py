@@ -58,6 +58,8 @@ class Tree:
     sources: Leaf[Int[Array, "B T"]] | None = None
     """Who proposed each node: bit ``i`` for member ``i`` of joined drafters. None of a single
     drafter, which proposed them all."""
+    paths: Leaf[Int[Array, "B T levels"]] | None = None
+    """What :func:`tree_paths` finds in a tree, where it was made of paths."""
 
 
 def root_tree(pending: Int[Array, " B"], config: TreeConfig) -> Tree:
@@ -134,8 +136,11 @@ def tree_paths(tree: Tree, levels: int) -> Int[Array, "B T levels"]:
 
     Args:
       tree: candidates below each row's pending token, which is not a draft token.
-      levels: of the tree below its root.
+      levels: of the tree below its root, or more.
     """
+    if tree.paths is not None:
+        longer = (0, 0), (0, 0), (0, levels - tree.paths.shape[2])
+        return jnp.pad(tree.paths, longer, constant_values=-1)
     depth = tree.mask.sum(axis=2, dtype=jnp.int32) - 1  # A node sees itself and its ancestors.
     here = depth[:, None] == 1 + jnp.arange(levels)[:, None]
     found = tree.mask[:, :, None] & here[:, None]
@@ -349,10 +354,10 @@ def accept(tree: Tree, draws: Int[Array, "B T"], levels: int) -> AcceptedPath:
     # The path's nodes are those all of whose ancestors were drawn: no loop over the levels.
     reached = (~tree.mask | (child | (node == 0))[:, None]).all(axis=2)
     depth = tree.mask.sum(axis=2, dtype=jnp.int32) - 1
-    count = jnp.minimum(reached.sum(axis=1, dtype=jnp.int32), levels + 1)
-    step = jnp.minimum(jnp.arange(levels + 1), count[:, None] - 1)
-    here = reached[:, None] & (depth[:, None] == step[:, :, None])
-    path = jnp.where(here, node, 0).max(axis=2)
+    # A parent comes before its children: the last node down to a depth is the deepest.
+    above = reached[:, None] & (depth[:, None] <= jnp.arange(levels + 1)[:, None])
+    path = jnp.where(above, node, 0).max(axis=2)
+    count = along(path[:, -1:], depth)[:, 0] + 1
     return AcceptedPath(path, jnp.take_along_axis(draws, path, axis=1), count)
 
 

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
 from longspec_jax.axes import Array
-from longspec_jax.drafters.tree import Tree, best_nodes, tree_paths
+from longspec_jax.drafters.tree import Tree, tree_paths
+from longspec_jax.ops.selection.continuations import top_by_rank
 
 NO_TOKEN = -1
 """After the end of a path."""
@@ -36,23 +37,20 @@ def union(offered: Mapping[int, Tree], levels: int, nodes: int) -> Tree:
     total = _together(totals)
     path, there = _together(paths), jnp.isfinite(total)
     same = (path[:, :, None] == path[:, None]).all(axis=3) & there[:, :, None] & there[:, None]
-    first = jnp.argmax(same, axis=2) == jnp.arange(path.shape[1])
-    worths, begin = [], 0
-    for tree in trees:
-        # What each tree offers at every path, wherever it lies in it.
-        end = begin + tree.tokens.shape[1] - bool(begin)
-        own = jnp.where(same[:, :, begin:end], total[:, None, begin:end], -jnp.inf)
-        worths.append(own.max(axis=2))
-        begin = end
-    worth = jnp.where(first & there, _most(worths), -jnp.inf)
-    bits = zip(offered, worths, strict=True)
-    sources = sum(jnp.isfinite(each).astype(jnp.int32) << index for index, each in bits)
+    node = jnp.arange(path.shape[1])
+    repeats = (same & (node < node[:, None])).any(axis=2)
+    # What all trees offer at every path, wherever it lies in them: as much as who trusts it most.
+    most = jnp.where(same, total[:, None], -jnp.inf).max(axis=2)
+    worth = jnp.where(repeats, -jnp.inf, most)
+    offers = _together([jnp.full_like(t.tokens, 1 << i) for i, t in offered.items()])
+    sources = jnp.bitwise_or.reduce(jnp.where(same, offers[:, None], 0), axis=2)
     if nodes > path.shape[1]:
         missing = nodes - path.shape[1]
         path = jnp.pad(path, ((0, 0), (0, missing), (0, 0)), constant_values=NO_TOKEN)
         worth = jnp.pad(worth, ((0, 0), (0, missing)), constant_values=-jnp.inf)
         tokens, sources = (jnp.pad(each, ((0, 0), (0, missing))) for each in (tokens, sources))
-    best = best_nodes(worth, nodes)
+    # The root is the likeliest, and the first of equals; parents stay before their children.
+    best = jnp.sort(top_by_rank(worth, nodes)[1], axis=1)
     of_best = partial(jnp.take_along_axis, indices=best, axis=1)
     worth = of_best(worth)
     sources = jnp.where(jnp.isfinite(worth), of_best(sources), 0)
@@ -65,20 +63,15 @@ def _together(parts: Sequence[Array]) -> Array:
     return jnp.concatenate([parts[0], *(part[:, 1:] for part in parts[1:])], axis=1)
 
 
-def _most(worths: Sequence[Float[Array, "B T"]]) -> Float[Array, "B T"]:
-    """What paths are worth that several trees may offer: as much as the tree that trusts most."""
-    return jnp.stack(worths).max(axis=0)
-
-
 def _links(
     path: Int[Array, "B T levels"], worth: Float[Array, "B T"]
 ) -> tuple[Int[Array, "B T"], Bool[Array, "B T T"]]:
     """Parents and mask of nodes with different paths; those that are worth nothing have neither."""
     there = jnp.isfinite(worth)
-    depth = (path != NO_TOKEN).sum(axis=2)
     above = (path[:, None] == NO_TOKEN) | (path[:, None] == path[:, :, None])
     mask = above.all(axis=3) & there[:, :, None] & there[:, None]
-    parent = mask & (depth[:, None] + 1 == depth[:, :, None])
-    parents = jnp.where(parent.any(axis=2), jnp.argmax(parent, axis=2), -1)
+    # Of a node's ancestors, the last one is its parent.
+    node = jnp.arange(path.shape[1], dtype=jnp.int32)
+    parents = jnp.where(mask & (node < node[:, None]), node, -1).max(axis=2)
     # Every query must see something.
-    return parents.astype(jnp.int32), mask | jnp.eye(path.shape[1], dtype=bool)
+    return parents, mask | jnp.eye(path.shape[1], dtype=bool)

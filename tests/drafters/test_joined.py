@@ -15,7 +15,7 @@ from longspec_jax.drafters import ngram
 from longspec_jax.drafters import tree as tree_lib
 from longspec_jax.drafters import union as union_lib
 from longspec_jax.drafters.base import Needs, NoDraft
-from longspec_jax.drafters.calibration import COUNTED, SHARES, Counts, Found, classified
+from longspec_jax.drafters.calibration import COUNTED, SHARES, Counts, Kept, classified
 from longspec_jax.drafters.joined import LEVELS as JOINED_LEVELS
 from longspec_jax.drafters.joined import Joined, JoinedDraft
 from longspec_jax.drafters.ngram import NgramDraft, NgramDrafter
@@ -110,7 +110,7 @@ def test_counts_say_what_was_right_of_a_row_s_own_text() -> None:
     """Each class of a path whose tokens before were right, once for equal paths."""
     tokens = jnp.asarray([[[1, 2, 3], [1, 2, 4], [5, 6, 7]]] * 2)
     matched = jnp.asarray([[4, 2, 1]] * 2)
-    found = classified(tokens, jnp.ones((2, 3, 3), bool), matched, jnp.asarray([1, 1])).kept
+    found = classified(tokens, jnp.ones((2, 3, 3), bool), matched).kept(jnp.asarray([2, 2]))
     assert found.tokens.shape == (2, *COUNTED)
     text = jnp.asarray([[8, 9, 1, 2, 4, 0], [8, 9, 5, 0, 0, 0]])
     counts = Counts.begin(2).after(found, text, jnp.asarray([4, 2]))
@@ -120,12 +120,12 @@ def test_counts_say_what_was_right_of_a_row_s_own_text() -> None:
     assert tried[0, 2 * kinds + 3] == 1 == right[0, 2 * kinds + 3]  # 1 after four tokens.
     assert right[0, 3 * kinds + 3] == 1 and right[0, 2 * kinds + 4] == 0  # 4, and not 3.
     assert tried[1].sum() == 2 and right[1].sum() == 1  # One token is known.
-    trusted = counts.likely(found)
+    trusted = counts.likely(found.classes)
     assert trusted[0, 0, 0] > SHARES[2, 3] > trusted[1, 0, 0]
     # Nothing is counted twice, and nothing before the first lookup.
-    again = counts.after(found._replace(position=jnp.asarray([4, 2])), text, jnp.asarray([4, 2]))
+    again = counts.after(found._replace(start=jnp.asarray([5, 3])), text, jnp.asarray([4, 2]))
     np.testing.assert_array_equal(again.tried, tried)
-    none = Counts.begin(2).after(Found.nothing(2), text, jnp.asarray([4, 2]))
+    none = Counts.begin(2).after(Kept.nothing(2), text, jnp.asarray([4, 2]))
     assert not np.asarray(none.tried).any()
 
 

@@ -12,7 +12,14 @@ import pytest
 
 from longspec_jax.config.tree import TreeConfig
 from longspec_jax.drafters.base import Params
-from longspec_jax.drafters.ngram import CONTEXT, NgramDrafter, NgramState, match_lengths
+from longspec_jax.drafters.ngram import (
+    CONTEXT,
+    EXACT,
+    NgramDrafter,
+    NgramState,
+    best_places,
+    match_lengths,
+)
 from tests.drafters.kit import paths
 from tests.kit import each_row
 
@@ -44,6 +51,16 @@ def _proposed(drafter: NgramDrafter, tokens: Any, pending: Any, last: Any) -> An
 def unchecked(method: Any) -> Any:
     """A method without the check of its annotations."""
     return getattr(method, "__wrapped__", method)
+
+
+@each_row("slots", [5, 5000, EXACT // (CONTEXT + 1)])
+def test_the_longest_matches_and_of_them_the_latest(slots: int) -> None:
+    """Up to the longest text for which matches are compared as real numbers."""
+    matched = np.random.default_rng(0).integers(0, CONTEXT + 1, (2, slots))
+    places, lengths = jax.jit(best_places, static_argnums=1)(jnp.asarray(matched), 8)
+    expected = np.lexsort((np.arange(slots) + 0 * matched, matched), axis=1)[:, ::-1][:, :8]
+    np.testing.assert_array_equal(places, expected)
+    np.testing.assert_array_equal(lengths, np.take_along_axis(matched, expected, axis=1))
 
 
 def test_match_lengths_by_search() -> None:

@@ -95,6 +95,8 @@ def _best_per_row(
     """Top-k of every row, then of the survivors: never a sort over ``w * V``."""
     batch, _, columns = values.shape
     survivors, column = top(values, min(count, columns))
+    if values.shape[1] == 1:
+        return survivors[:, 0], jnp.zeros_like(column[:, 0]), column[:, 0]
     best, flat = top(survivors.reshape(batch, -1), min(count, survivors[0].size))
     column = jnp.take_along_axis(column.reshape(batch, -1), flat, axis=1)
     return best, flat // survivors.shape[2], column
