@@ -26,7 +26,7 @@ MOST_LIKELY = np.uint32(1 << 31)
 """What stands for a logit of 0, the largest, among the whole numbers in the order of logits."""
 MASS_BITS = 42
 """Bits that a mass of top-p keeps after the point, at least; the largest mass is 1."""
-ROUGH_EDGES = -np.arange(0.5, 8.5, 0.5, np.float32)
+ROUGH_EDGES = -np.arange(0.5, 8.5, 0.5, dtype=np.float32)
 """Logits, below that of the most likely token, at which a draft's filters may end: each lets in
 tokens that are 1.65 times less likely than those above it."""
 _WHOLE = np.uint32(2**32 - 1)
@@ -53,21 +53,23 @@ def filtered(
     """
     vocabulary, shape = logits.shape[-1], logits.shape[:-1]
     order, top_p = in_order(logits), top_p[:, None]
-    count = jnp.where(top_k > 0, jnp.minimum(top_k, vocabulary), vocabulary)[:, None, None]
+    count = jnp.where(top_k > 0, jnp.minimum(top_k, vocabulary), vocabulary)[:, None]
 
-    def hold_k(edges: Sequence[Array]) -> Array:
+    def hold_k(edges: Sequence[Array]) -> list[Array]:
         above = [(order >= edge[..., None]).astype(jnp.int32) for edge in edges]
-        return sums(above) >= count
+        return [each >= count for each in sums(above)]
 
     kth = last_edge(hold_k, shape, 4 if wide else 1)
     inside = order >= kth[..., None]
     # A token stays if the mass up to it, from the least likely on, exceeds what may be left out.
     # Small masses are added first: from the other end the sum reaches 1 with most of a long tail to
     # come.
-    left_out = (1 - top_p)[..., None] * masses(logits, [inside])
+    [whole] = masses(logits, [inside])
+    left_out = (1 - top_p) * whole
 
-    def may_be_left_out(edges: Sequence[Array]) -> Array:
-        return masses(logits, [inside & (order < edge[..., None]) for edge in edges]) <= left_out
+    def may_be_left_out(edges: Sequence[Array]) -> list[Array]:
+        below = [inside & (order < edge[..., None]) for edge in edges]
+        return [each <= left_out for each in masses(logits, below)]
 
     smallest = jnp.minimum(last_edge(may_be_left_out, shape, 3 if wide else 1), MOST_LIKELY)
     edge = jnp.maximum(kth, jnp.where(top_p < 1, smallest, 0))
@@ -82,27 +84,23 @@ def roughly_filtered(
     log_min_p: Float[Array, " B"],
 ) -> Float[Array, "B w V"]:
     """As :func:`filtered`, but top-k and top-p let in what lies above the next rough edge."""
-    weights, edges = jnp.exp(logits), jnp.asarray(ROUGH_EDGES)
+    weights, count = jnp.exp(logits), len(ROUGH_EDGES)
     # The same comparisons, but not for XLA: one that several terms share is a launch of its own.
-    above_all = np.nextafter(ROUGH_EDGES, np.float32(-np.inf))
+    below_edges = np.nextafter(ROUGH_EDGES, np.float32(-np.inf))
     counted = [(logits >= edge).astype(jnp.float32) for edge in ROUGH_EDGES]
-    weighed = [jnp.where(logits > least, weights, 0) for least in above_all]
-    counts, mass, total = jnp.split(
-        sums([*counted, *weighed, weights]), [len(edges), 2 * len(edges)], axis=-1
-    )
-
-    def first(reached: Bool[Array, "B w n"], values: Float[Array, " *n"], none: Array) -> Array:
-        at = jnp.argmax(reached, axis=-1, keepdims=True)
-        values = jnp.broadcast_to(values, reached.shape)
-        return jnp.where(
-            reached.any(axis=-1, keepdims=True), jnp.take_along_axis(values, at, axis=-1), none
-        )
-
-    enough = (counts >= top_k[:, None, None]) & (top_k > 0)[:, None, None]
-    all_of = first(enough, mass, total)
-    heavy = (mass >= top_p[:, None, None] * all_of) & (top_p < 1)[:, None, None]
-    lowest = jnp.float32(-jnp.inf)
-    edge = jnp.maximum(first(enough, edges, lowest), first(heavy, edges, lowest))
+    weighed = [jnp.where(logits > least, weights, 0) for least in below_edges]
+    found = sums([*counted, *weighed, weights])
+    counts, mass, total = found[:count], found[count : 2 * count], found[-1]
+    top_k, top_p = top_k[:, None], top_p[:, None]
+    # From the lowest edge up, so that the highest one that is reached stays.
+    nowhere = jnp.full_like(total, -jnp.inf)
+    kth, of_k, smallest = nowhere, total, nowhere
+    for edge, tokens, of_edge in reversed(list(zip(ROUGH_EDGES, counts, mass, strict=True))):
+        enough = (top_k > 0) & (tokens >= top_k)
+        kth, of_k = jnp.where(enough, edge, kth), jnp.where(enough, of_edge, of_k)
+    for edge, of_edge in reversed(list(zip(ROUGH_EDGES, mass, strict=True))):
+        smallest = jnp.where((top_p < 1) & (of_edge >= top_p * of_k), edge, smallest)
+    edge = jnp.maximum(kth, smallest)[..., None]
     return jnp.where((logits >= edge) & (logits >= log_min_p[:, None, None]), logits, -jnp.inf)
 
 
@@ -121,29 +119,31 @@ def in_order(logits: Float[Array, "*rows V"]) -> UInt[Array, "*rows V"]:
 
 
 def last_edge(
-    holds: Callable[[Sequence[Array]], Array], shape: tuple[int, ...], bits: int
+    holds: Callable[[Sequence[Array]], Sequence[Array]], shape: tuple[int, ...], bits: int
 ) -> UInt[Array, "*rows"]:
     """The largest number of 32 bits for which something holds that holds for all smaller ones.
 
     Args:
-      holds: of several numbers ``[*rows]``, whether it holds for each ``[*rows, n]``.
+      holds: whether it holds for each of several numbers ``[*rows]``.
       shape: of the rows.
       bits: that one pass decides.
     """
-    passes, digits = -(-32 // bits), np.arange(1, 1 << bits, dtype=np.uint32)
+    passes, digits = -(-32 // bits), [np.uint32(digit) for digit in range(1, 1 << bits)]
 
     def narrow(step: Array, edge: Array) -> Array:
         shift = (bits * (passes - 1 - step)).astype(jnp.uint32)
+        most, found = _WHOLE >> shift, jnp.zeros(shape, jnp.uint32)
         held = holds([edge | (digit << shift) for digit in digits])
-        held &= digits <= (_WHOLE >> shift)  # The first digit may have fewer bits.
-        return edge | (held.sum(axis=-1, dtype=jnp.uint32) << shift)
+        for digit, each in zip(digits, held, strict=True):
+            found += each & (digit <= most)  # The first digit may have fewer bits.
+        return edge | (found << shift)
 
     return jax.lax.fori_loop(0, passes, narrow, jnp.zeros(shape, jnp.uint32))
 
 
 def masses(
     logits: Float[Array, "*rows V"], insides: Sequence[Bool[Array, "*rows V"]]
-) -> Float[Array, "*rows n"]:
+) -> list[Float[Array, "*rows"]]:
     """Sums of ``exp(logits)`` over the tokens inside, the same bits in whatever order.
 
     Every term is truncated to a fixed-point number of two to four digits. The sums of each digit
@@ -155,26 +155,26 @@ def masses(
       insides: the tokens of each sum.
     """
     bits = 32 - logits.shape[-1].bit_length()  # Of a digit: the sum of all tokens' has 32.
-    rest, digits = jnp.exp(logits), []
-    for _ in range(-(-MASS_BITS // bits)):
+    places, rest, terms = -(-MASS_BITS // bits), jnp.exp(logits), []
+    for _ in range(places):
         rest *= 2.0**bits
         whole = jnp.floor(rest)
         rest -= whole
-        digits.append(whole.astype(jnp.uint32))
-    found = sums([jnp.where(inside, digit, 0) for digit in digits for inside in insides])
-    total = jnp.zeros((*logits.shape[:-1], len(insides)), jnp.float32)
-    for place, of_digit in enumerate(jnp.split(found, len(digits), axis=-1), start=1):
-        total += of_digit.astype(jnp.float32) * 2.0 ** (-bits * place)
+        terms += [jnp.where(inside, whole.astype(jnp.uint32), 0) for inside in insides]
+    found, total = sums(terms), [jnp.zeros(logits.shape[:-1], jnp.float32) for _ in insides]
+    for index, of_digit in enumerate(found):
+        place, number = divmod(index, len(insides))
+        total[number] += of_digit.astype(jnp.float32) * 2.0 ** (-bits * (place + 1))
     return total
 
 
-def sums(terms: Sequence[Array]) -> Array:
-    """``[*rows, n]``: the sum of each ``[*rows, V]``, all in one pass over what they share."""
+def sums(terms: Sequence[Array]) -> Sequence[Array]:
+    """The sum ``[*rows]`` of each ``[*rows, V]``, on one GPU in one pass over what they share."""
     if len(terms) == 1 or not searches_wide():
-        return jnp.stack([each.sum(axis=-1, dtype=each.dtype) for each in terms], axis=-1)
+        return [each.sum(axis=-1, dtype=each.dtype) for each in terms]
     none = [jnp.zeros((), each.dtype) for each in terms]
 
     def add(one: tuple[Array, ...], other: tuple[Array, ...]) -> tuple[Array, ...]:
         return tuple(a + b for a, b in zip(one, other, strict=True))
 
-    return jnp.stack(jax.lax.reduce(tuple(terms), tuple(none), add, (terms[0].ndim - 1,)), axis=-1)
+    return jax.lax.reduce(tuple(terms), tuple(none), add, (terms[0].ndim - 1,))

@@ -43,7 +43,8 @@ def sampling(
 @jax.jit
 def mass(logits: jax.Array, inside: jax.Array) -> jax.Array:
     """The mass of the tokens inside."""
-    return filters.masses(logits, [inside])[..., 0]
+    [found] = filters.masses(logits, [inside])
+    return found
 
 
 @partial(jax.jit, static_argnums=2)
