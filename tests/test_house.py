@@ -30,7 +30,7 @@ CEILINGS: dict[str, int] = {
     "Python calls of a warm generate": 320,
     "files of a request and 4 steps": 15,
     # Lines that hold a token, comments and docstrings aside.
-    "token lines of longspec_jax": 32_051,
+    "token lines of longspec_jax": 32_047,
     "token lines of infer": 7_892,
     "token lines of train": 5_502,
     "token lines of configs": 327,

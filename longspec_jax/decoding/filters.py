@@ -37,8 +37,6 @@ def filtered(
     top_k: Int[Array, " B"],
     top_p: Float[Array, " B"],
     log_min_p: Float[Array, " B"],
-    *,
-    wide: bool,
 ) -> Float[Array, "B T V"]:
     """The logits inside the row's top-k, top-p and min-p sets, in this order; -inf for the others.
 
@@ -49,9 +47,9 @@ def filtered(
       top_k: how many tokens stay; 0 for all.
       top_p: the mass of those that stay, of what top-k leaves; 1 for all.
       log_min_p: the least logit that stays.
-      wide: whether a pass tries several bits of an edge; the result is the same.
     """
     vocabulary, shape = logits.shape[-1], logits.shape[:-1]
+    bits_of_k, bits_of_p = (4, 3) if searches_wide() else (1, 1)
     order, top_p = in_order(logits), top_p[:, None]
     count = jnp.where(top_k > 0, jnp.minimum(top_k, vocabulary), vocabulary)[:, None]
 
@@ -59,7 +57,7 @@ def filtered(
         above = [(order >= edge[..., None]).astype(jnp.int32) for edge in edges]
         return [each >= count for each in sums(above)]
 
-    kth = last_edge(hold_k, shape, 4 if wide else 1)
+    kth = last_edge(hold_k, shape, bits_of_k)
     inside = order >= kth[..., None]
     # A token stays if the mass up to it, from the least likely on, exceeds what may be left out.
     # Small masses are added first: from the other end the sum reaches 1 with most of a long tail to
@@ -71,7 +69,7 @@ def filtered(
         below = [inside & (order < edge[..., None]) for edge in edges]
         return [each <= left_out for each in masses(logits, below)]
 
-    smallest = jnp.minimum(last_edge(may_be_left_out, shape, 3 if wide else 1), MOST_LIKELY)
+    smallest = jnp.minimum(last_edge(may_be_left_out, shape, bits_of_p), MOST_LIKELY)
     edge = jnp.maximum(kth, jnp.where(top_p < 1, smallest, 0))
     kept = (order >= edge[..., None]) & (logits >= log_min_p[:, None, None])
     return jnp.where(kept, logits, -jnp.inf)
@@ -85,10 +83,8 @@ def roughly_filtered(
 ) -> Float[Array, "B w V"]:
     """As :func:`filtered`, but top-k and top-p let in what lies above the next rough edge."""
     weights, count = jnp.exp(logits), len(ROUGH_EDGES)
-    # The same comparisons, but not for XLA: one that several terms share is a launch of its own.
-    below_edges = np.nextafter(ROUGH_EDGES, np.float32(-np.inf))
     counted = [(logits >= edge).astype(jnp.float32) for edge in ROUGH_EDGES]
-    weighed = [jnp.where(logits > least, weights, 0) for least in below_edges]
+    weighed = [jnp.where(logits >= edge, weights, 0) for edge in ROUGH_EDGES]
     found = sums([*counted, *weighed, weights])
     counts, mass, total = found[:count], found[count : 2 * count], found[-1]
     top_k, top_p = top_k[:, None], top_p[:, None]
@@ -105,7 +101,7 @@ def roughly_filtered(
 
 
 def searches_wide() -> bool:
-    """Whether a pass should try several values: on one GPU.
+    """Whether a pass should try several values, and a draft's filters be rough: on one GPU.
 
     XLA for CPUs adds up several sums at once without vectors. A mesh may cut the vocabulary.
     """

@@ -16,7 +16,6 @@ elements, the maximum and the argmax have one result in any order.
 
 from dataclasses import replace
 from enum import IntEnum
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -149,8 +148,7 @@ def _tempered(
     # inf.
     tempered = (logits - logits.max(axis=-1, keepdims=True)) / temperature
     if sampling.kind is SamplingKind.ANY:
-        wide = searches_wide()
-        keep = roughly_filtered if guessed and wide else partial(filtered, wide=wide)
+        keep = roughly_filtered if guessed and searches_wide() else filtered
         tempered = keep(tempered, sampling.top_k, sampling.top_p, sampling.log_min_p)
     return greedy, temperature, tempered
 

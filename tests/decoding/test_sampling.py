@@ -226,9 +226,9 @@ def test_a_gpus_passes_find_the_edges_of_a_cpus(
 ) -> None:
     """Several bits of an edge a pass, and many sums in one reduction."""
     logits, of_rows = rows_of_all_filters(vocabulary, scale)
-    bit_by_bit = jax.jit(partial(filters.filtered, wide=False))(logits, *of_rows)
+    bit_by_bit = jax.jit(partial(filters.filtered))(logits, *of_rows)
     monkeypatch.setattr(filters, "searches_wide", lambda: True)
-    wide = jax.jit(partial(filters.filtered, wide=True))(logits, *of_rows)
+    wide = jax.jit(partial(filters.filtered))(logits, *of_rows)  # A new partial is traced anew.
     np.testing.assert_array_equal(wide, bit_by_bit)
 
 
@@ -236,7 +236,7 @@ def test_a_drafts_filters_let_in_little_more_than_the_targets(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     logits, of_rows = rows_of_all_filters(5000, 3.0)
-    exact = jax.jit(partial(filters.filtered, wide=False))(logits, *of_rows)
+    exact = jax.jit(partial(filters.filtered))(logits, *of_rows)
     monkeypatch.setattr(filters, "searches_wide", lambda: True)
     rough = jax.jit(filters.roughly_filtered)(logits, *of_rows)
     least, lower = (
