@@ -20,6 +20,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from scipy.special import stdtrit
 
 from infer.arguments import Models
 from longspec_jax import PLAIN, GenerateResult, LongSpec, TreeConfig, cli
-from longspec_jax.cli import counted, settled
+from longspec_jax.cli import as_options, counted, settled
 from longspec_jax.embedded import demo_drafts, demo_target
 from longspec_jax.generation.text import loops
 
@@ -70,6 +71,8 @@ def main(arguments: argparse.Namespace) -> int:
         identical_promised=spec.identical,
         longest=spec.expected_tokens,
         new_tokens=arguments.new_tokens,
+        draft_options=as_options(arguments.draft_option),
+        filters={"top_k": arguments.top_k, "top_p": arguments.top_p},
     )
     target = Path(arguments.target).name.removesuffix(".gguf")
     with Report(header, arguments.json, SHOWN) as report:
@@ -80,16 +83,15 @@ def main(arguments: argparse.Namespace) -> int:
             said = f"{kind} of {context} tokens, {counted(rows, 'row')}, T = {temperature:g}"
             about: Row = {"target": target, "text": kind, "context": context}
             about |= {"batch": rows, "temperature": temperature}
+            sampled = partial(decoded, spec, arguments=arguments, temperature=temperature)
             step(f"plain decoding: {said}")
             calls = [own[first : first + rows] for first in range(0, len(own), rows)]
-            plain = [
-                decoded(spec, call, PLAIN, temperature, arguments.new_tokens) for call in calls
-            ]
+            plain = [sampled(call, PLAIN) for call in calls]
             for tree in arguments.tree:
                 step(f"{DEFAULT if tree is None else tree}: {said}")
                 added = []
                 for call, expected in zip(calls, plain, strict=True):
-                    found = decoded(spec, call, tree, temperature, arguments.new_tokens)
+                    found = sampled(call, tree)
                     added.append(about | compared(spec, call, tree, found, expected))
                     report.add(added[-1])
                 report.summarise(summarised(report.rows))
@@ -110,23 +112,29 @@ def load(arguments: argparse.Namespace) -> LongSpec:
     sources = demo_drafts([*named.drafts])
     if not sources:
         raise ValueError(f"nothing proposes for --target={target}: name a --draft, such as ngram")
-    return LongSpec.from_pretrained(target, sources, dtype=arguments.dtype)
+    options = as_options(arguments.draft_option)
+    return LongSpec.from_pretrained(
+        target, sources, draft_options=options or None, dtype=arguments.dtype
+    )
 
 
 def decoded(
     spec: LongSpec,
     call: Sequence[Prompt],
     tree: TreeConfig | None,
+    *,
+    arguments: argparse.Namespace,
     temperature: float,
-    new_tokens: int,
 ) -> GenerateResult:
     """Some texts as one call, each with a seed of its own."""
     return spec.generate(
         [prompt.tokens for prompt in call],
         tree=tree,
         temperature=temperature,
+        top_k=arguments.top_k if temperature else 0,
+        top_p=arguments.top_p if temperature else 1.0,
         seed=[prompt.seed for prompt in call],
-        max_new_tokens=new_tokens,
+        max_new_tokens=arguments.new_tokens,
         eos_token_id=[],
     )
 

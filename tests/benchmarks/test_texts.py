@@ -37,14 +37,18 @@ def model() -> Any:
 @pytest.mark.slow
 def test_every_row_is_a_call_beside_plain_decoding(files: list[str], tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
-    options = "--context=64 --new_tokens=8 --temperature=0 --texts=2 --batch=2 --tree=4,4@6~4"
-    options += f" --tree=none@6~4 --json={out}"
+    options = "--context=64 --new_tokens=8 --temperature=0,1 --texts=2 --batch=2 --tree=4,4@6~4"
+    options += f" --top_k=1 --draft_option=int8 --tree=none@6~4 --json={out}"
     assert main(["texts", "--files", *files, *options.split()]) == cli.OK
     found = json.loads(out.read_text())
     assert found["header"]["draft"] == ["longspec", "ngram"]
     assert found["header"]["identical_promised"]
-    assert [row["tree"] for row in found["rows"]] == ["4,4@6~4", "none@6~4"]
-    assert [row["drafter"] for row in found["summary"]] == ["longspec+ngram", "ngram"]
+    assert found["header"]["draft_options"] == {"int8": True}
+    assert [row["tree"] for row in found["rows"]] == ["4,4@6~4", "none@6~4"] * 2
+    assert [row["drafter"] for row in found["summary"]] == ["longspec+ngram", "ngram"] * 2
+    # Of one token that stays, every draw is greedy.
+    alike = [[row[name] for row in found["rows"]] for name in ("tokens_per_round", "texts")]
+    assert all(values[:2] == values[2:] for values in alike)
     for row in found["rows"]:
         assert [text["prompt_tokens"] for text in row["texts"]] == [64, 64]
         assert row["new_tokens"] == 16 and row["differing_tokens"] == 0
