@@ -134,7 +134,10 @@ def last_edge(
             found += each & (digit <= most)  # The first digit may have fewer bits.
         return edge | (found << shift)
 
-    return jax.lax.fori_loop(0, passes, narrow, jnp.zeros(shape, jnp.uint32))
+    # A GPU's passes are few, and no loop: one would be left out of the CUDA graph, and the host
+    # launches each of its passes.
+    none = jnp.zeros(shape, jnp.uint32)
+    return jax.lax.fori_loop(0, passes, narrow, none, unroll=bits > 1)
 
 
 def masses(

@@ -52,6 +52,9 @@ LONGEST = 0.4
 BLIND = 0.2
 """The same where the leader's rounds do not show all others: meanwhile none of these is thought of.
 """
+BEGUN = 0.7
+"""Speed over the leader's, both guessed, from which a candidate begins whose rounds show all
+others. Each text then says which is its fastest, and guesses only what such rounds cost."""
 SHORTEST = 1e-9
 """Seconds of a round at least: a clock may not have moved between two readings."""
 
@@ -161,8 +164,14 @@ class FastestWithinBudget(Policy):
         for index, each in (least or {}).items():
             estimates[index] = replace(estimates[index], least=max(each, SHORTEST))
         policy = cls(tuple(estimates), shows, wait)
+        if not all(means):
+            return policy
         # A look that comes first must not replace the tree that was to begin by a narrow margin.
-        return replace(policy, running=policy.leader) if all(means) else policy
+        first, every = policy.leader, range(len(estimates))
+        showing = [i for i in every if all(policy._shown(i, other) for other in every)]
+        best = max(showing, key=policy.speed, default=first)
+        pays = policy.speed(best) >= BEGUN * policy.speed(first)
+        return replace(policy, running=best if pays else first)
 
     def choose(self) -> Choice:
         """The leader, unless another one needs a look and the budget pays for it."""

@@ -33,9 +33,12 @@ SECONDS = {
     "SmolLM2": (0.96e-3, 1.85e-3, 1.2e-3, 2.43e-3),
     "1.5B": (1.88e-3, 3.0e-3, 2.25e-3, 3.8e-3),
     "large": (5e-3, 6e-3, 5.25e-3, 6.7e-3),
+    # Of 1.5B, too: its largest tree has 32 nodes, the others 16 as here.
+    "EAGLE-3": (1.65e-3, 2.25e-3, 1.86e-3, 2.5e-3),
 }
 """Of plain rounds and of the trees, about as on an H100 and an H200."""
-NEAR = {"SmolLM2": 0.9, "1.5B": 0.87, "large": 0.97}
+NEAR = {"SmolLM2": 0.9, "1.5B": 0.87, "large": 0.97, "EAGLE-3": 0.9}
+LATER = {"SmolLM2": 0.88, "1.5B": 0.92, "large": 0.98, "EAGLE-3": 0.97}
 WAIT = 1.5e-3
 LONG_WAIT = 3e-3
 """As on an H200 with 30 layers of SmolLM2."""
@@ -117,4 +120,4 @@ def test_later_calls_come_nearer(table: str, texts: Sequence[str]) -> None:
             guesses = along_with(first, guesses, trees, [row[first] for row in SHOWS])
     later = shares[len(texts) :]
     assert min(later) >= 0.8
-    assert statistics.geometric_mean(later) >= 0.89
+    assert statistics.geometric_mean(later) >= LATER[table]
