@@ -94,6 +94,8 @@ class WorkingCache:
             blocks = jnp.where(rows[:, None], found, old.blocks)
             return replace(old, blocks=blocks, length=jnp.where(rows, view.length, old.length))
 
+        if self.refresh == 1:  # A GPU's host would wait for the condition in every round.
+            return chosen(choice)
         latest: CachedSelection = jax.lax.cond(rows.any(), chosen, lambda old: old, choice)
         return replace(latest, rounds=jnp.where(rows, 0, latest.rounds + 1))
 

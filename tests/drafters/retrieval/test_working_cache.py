@@ -104,6 +104,15 @@ def test_rows_choose_when_it_is_their_time() -> None:
     np.testing.assert_array_equal(fourth.length, [165, 190])
 
 
+def test_rows_may_choose_in_every_round() -> None:
+    cache = working(refresh=1)
+    first = attending(cache, [150, 150], [60, 60])
+    second = looking(cache, first, [155, 152], [100, 20])
+    for row, slot in enumerate((100, 20)):
+        assert slot // CHUNK in np.asarray(second.blocks[row])
+    np.testing.assert_array_equal(second.length, [155, 152])
+
+
 @pytest.mark.parametrize("refresh", [0, 2])
 def test_without_a_choice_sinks_and_the_last_chunks_are_read(refresh: int) -> None:
     """StreamingLLM; and a row that has not come to choose yet, of which more is read."""
