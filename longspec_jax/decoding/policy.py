@@ -170,7 +170,8 @@ class FastestWithinBudget(Policy):
         first, every = policy.leader, range(len(estimates))
         showing = [i for i in every if all(policy._shown(i, other) for other in every)]
         best = max(showing, key=policy.speed, default=first)
-        pays = policy.speed(best) >= BEGUN * policy.speed(first)
+        # Where plain decoding leads, a tree could be a little slower to the end of the call.
+        pays = first > 0 and policy.speed(best) >= BEGUN * policy.speed(first)
         return replace(policy, running=best if pays else first)
 
     def choose(self) -> Choice:

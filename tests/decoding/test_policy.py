@@ -227,6 +227,16 @@ def test_a_look_that_comes_first_replaces_the_tree_that_was_to_begin_by_no_narro
         assert replace(after, estimates=(faster, *others)).leader == leader
 
 
+@pytest.mark.parametrize(
+    ("tokens", "begun"), [((1.0, 2.0, 2.2), 2), ((1.0, 2.0, 1.6), 1), ((1.0, 1.4, 1.75), 0)]
+)
+def test_a_call_begins_with_what_shows_all_others(tokens: Sequence[float], begun: int) -> None:
+    """Unless it is believed to be far behind, or plain decoding to lead."""
+    shows = (True, False, False), (True, True, False), (True, True, True)
+    policy = FastestWithinBudget.timed((1e-3, 1.5e-3, 1.8e-3), tokens, shows=shows)
+    assert policy.running == begun
+
+
 def test_a_candidate_that_verifies_only_what_pays_is_not_given_up() -> None:
     """In the last passage its rounds paid and took long; where nothing pays they are plain ones."""
     seconds, tokens = (UNIT, 1.7 * UNIT, 9 * UNIT), (1.0, 1.1, 1.0)
