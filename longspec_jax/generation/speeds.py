@@ -7,8 +7,9 @@ model on a GPU is bound by launches. Several rows of a large target make every n
 So a call that names no tree has candidates: plain decoding and a few trees. The warm-up of its
 shape times a round of each at the call's own context, which compiles them anyway. The call begins
 with the tree that is usual on such a machine, or with what was fastest in earlier calls of its
-kind, and the policy (:mod:`longspec_jax.decoding.policy`) goes on choosing by the tokens a second
-of each. Nothing is run only for timing.
+kind, or with a larger tree that shows what either would emit. The policy
+(:mod:`longspec_jax.decoding.policy`) goes on choosing by the tokens a second of each. Nothing is
+run only for timing.
 
 What is kept is a prior. Other work on the machine makes all rounds longer, so seconds count next to
 a plain round's of the same warm-up, and each process times its candidates itself. Texts differ, so
