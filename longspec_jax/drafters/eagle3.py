@@ -527,13 +527,13 @@ class Eagle3Draft(Draft):
 
     @property
     def default_trees(self) -> DefaultTrees:
-        """Chains and trees of up to 32 nodes where nodes cost time; else about the authors' 60."""
+        """Trees of up to 32 nodes where nodes cost time; else about the authors' 60."""
         small = TreeConfig((1, 1, 1)), TreeConfig((1, 1)), TreeConfig((2, 2))
         tree, half = TreeConfig((10,) * 6), TreeConfig((4, 8, 8, 8, 8), 32)
-        narrow, chain = TreeConfig((4, 4, 4)), TreeConfig((1,) * 4)
+        narrow = TreeConfig((4, 4, 4))
         fewer = TreeConfig((8,) * 5, 32), TreeConfig((4,) * 4, 12)
         return DefaultTrees(
-            small, (narrow, half, chain), (tree, narrow), settled=False, together=(tree, *fewer)
+            small, (half, narrow), (tree, narrow), settled=False, together=(tree, *fewer)
         )
 
     def drafter(self, tree: TreeConfig, attention: str | None = None) -> Drafter:
