@@ -83,15 +83,15 @@ def main(arguments: argparse.Namespace) -> int:
             said = f"{kind} of {context} tokens, {counted(rows, 'row')}, T = {temperature:g}"
             about: Row = {"target": target, "text": kind, "context": context}
             about |= {"batch": rows, "temperature": temperature}
-            sampled = partial(decoded, spec, arguments=arguments, temperature=temperature)
+            continued = partial(decoded, spec, arguments=arguments, temperature=temperature)
             step(f"plain decoding: {said}")
             calls = [own[first : first + rows] for first in range(0, len(own), rows)]
-            plain = [sampled(call, PLAIN) for call in calls]
+            plain = [continued(call, PLAIN) for call in calls]
             for tree in arguments.tree:
                 step(f"{DEFAULT if tree is None else tree}: {said}")
                 added = []
                 for call, expected in zip(calls, plain, strict=True):
-                    found = sampled(call, tree)
+                    found = continued(call, tree)
                     added.append(about | compared(spec, call, tree, found, expected))
                     report.add(added[-1])
                 report.summarise(summarised(report.rows))
@@ -113,9 +113,7 @@ def load(arguments: argparse.Namespace) -> LongSpec:
     if not sources:
         raise ValueError(f"nothing proposes for --target={target}: name a --draft, such as ngram")
     options = as_options(arguments.draft_option)
-    return LongSpec.from_pretrained(
-        target, sources, draft_options=options or None, dtype=arguments.dtype
-    )
+    return LongSpec.from_pretrained(target, sources, draft_options=options, dtype=arguments.dtype)
 
 
 def decoded(
