@@ -287,8 +287,12 @@ TEXTS: Options = {
     "context": _each(COUNT, "tokens of a prompt", ByMachine([1024, 8192], [256])),
     "batch": _each(COUNT, "prompts that are decoded at once", [1]),
     "temperature": _each(cli.value(rule("temperature")), "0 is greedy", [0.0, 1.0]),
-    "top_k": _of(cli.value(rule("top_k")), "most likely tokens that stay; 0 for all", 0),
-    "top_p": _of(cli.value(rule("top_p")), "mass of the tokens that stay; 1 for all", 1.0),
+    "top_k": _of(
+        cli.value(rule("top_k")), "most likely tokens that stay above temperature 0; 0 for all", 0
+    ),
+    "top_p": _of(
+        cli.value(rule("top_p")), "mass of the tokens that stay above temperature 0; 1 for all", 1.0
+    ),
     "tree": _trees(
         text_tree,
         f"{DEFAULT} for the default choice, which is taken if absent, and what it is compared "

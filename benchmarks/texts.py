@@ -49,6 +49,11 @@ FEWEST = 4
 def main(arguments: argparse.Namespace) -> int:
     """Decode every text with every tree, print, and write the file; 1 if a promise is not kept."""
     arguments = settled(arguments, jax.default_backend() == "cpu")
+    if not any(arguments.temperature) and (arguments.top_k or arguments.top_p < 1):
+        raise ValueError(
+            "--top_k and --top_p have no effect at temperature 0; add --temperature=1, or leave "
+            "them out"
+        )
     step("loading target and draft")
     spec = load(arguments)
     kinds = kinds_of(spec, arguments.text or (), arguments.files)

@@ -62,9 +62,10 @@ def test_every_row_is_a_call_beside_plain_decoding(files: list[str], tmp_path: P
     [
         (["--context=4096"], "a prompt 4096: give --files with more text, or a smaller --context"),
         (["--text=chat"], "--text chat needs a target with a chat template"),
+        (["--temperature=0", "--top_p=0.8"], "--top_p have no effect at temperature 0"),
     ],
 )
-def test_text_that_there_is_not_is_refused(
+def test_what_cannot_be_is_refused(
     files: list[str], capsys: pytest.CaptureFixture[str], options: list[str], words: str
 ) -> None:
     assert main(["texts", "--files", files[1], *options]) == cli.BAD_INPUT
