@@ -125,7 +125,7 @@ def all_settings(arguments: argparse.Namespace) -> list[Setting]:
 
 def measure(setting: Setting, model: Model, bytes_per_s: float) -> dict[str, Any]:
     """All figures of one setting."""
-    bench = Bench.prepare(setting, model)
+    bench = Bench.prepare(setting, model.proposing(setting.tree))
     drafter, plain = bench.drafter, NoDraft()
     edges = acceptance_edges(setting.acceptance, setting.tree)
     place = f"{setting.shape}, {setting.context} cached tokens, batch {setting.batch}"

@@ -35,7 +35,9 @@ from longspec_jax.drafters.draft import Draft
 from longspec_jax.drafters.draft import Target as LoadedTarget
 from longspec_jax.drafters.eagle import EagleOptions, MtpConfig, MtpDraft, MtpParams
 from longspec_jax.drafters.eagle3 import Eagle3Config, Eagle3Draft, Eagle3Options, Eagle3Params
+from longspec_jax.drafters.joined import JoinedDraft
 from longspec_jax.drafters.longspec import DraftConfig, LongSpecDraft, LongSpecOptions
+from longspec_jax.drafters.ngram import NgramDraft
 from longspec_jax.drafters.parallel import ParallelConfig, ParallelDraft, ParallelOptions
 from longspec_jax.drafters.peagle import PEagleConfig, PEagleDraft, PEagleOptions, PEagleParams
 from longspec_jax.drafters.registry import options_of, separated
@@ -78,6 +80,15 @@ class Model:
     def drafter(self, tree: TreeConfig) -> Any:
         """The draft growing this tree, with the target's choice of attention."""
         return self.draft.drafter(tree, self.target.attention)
+
+    def proposing(self, tree: TreeConfig) -> "Model":
+        """The same model with all that proposes to this tree: where it says so, lookup too."""
+        if not tree.lookup or self.draft.looks_up:
+            return self
+        draft = JoinedDraft((self.draft, NgramDraft()))
+        return dataclasses.replace(
+            self, draft=draft, params=dataclasses.replace(self.params, draft=draft.params)
+        )
 
 
 def random_model(

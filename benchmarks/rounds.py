@@ -370,7 +370,7 @@ def draft(target: TargetModel, drafter: Drafter, turns: int) -> Part:
             noise = round_lib.sampling_noise(target, drafter, now, GREEDY)
             found = round_lib.propose_tree(target, drafter, params, now, noise)
             # As of the tree that it begins with.
-            return dataclasses.replace(found, totals=None, sources=None)
+            return dataclasses.replace(found, totals=None, sources=None, paths=None)
 
         return jax.lax.fori_loop(0, turns, turn, some_tree(drafter.tree, rows))
 
@@ -407,10 +407,11 @@ def _after(rows: Rows, tokens: Array) -> Rows:
 def some_tree(shape: TreeConfig, rows: Rows) -> Tree:
     """A tree of this shape with different tokens; every node sees the first of each level above.
 
-    A budget keeps the nodes that are grown first.
+    A budget keeps the nodes that are grown first. Those that only lookup fills are children of the
+    root.
     """
     batch, nodes = rows.pending.shape[0], shape.num_nodes
-    known = shape.depths[:nodes]
+    known = (*shape.depths, *(1,) * nodes)[:nodes]
     first = jnp.asarray([known.index(depth) for depth in known])
     depths, node = jnp.asarray(known), jnp.arange(nodes, dtype=jnp.int32)
     on_spine = (node == first) & (depths < depths[:, None])
@@ -419,6 +420,6 @@ def some_tree(shape: TreeConfig, rows: Rows) -> Tree:
     return dataclasses.replace(
         tree,
         tokens=jnp.broadcast_to(node + 1, (batch, nodes)),
-        parents=tree.parents[:, :nodes],
+        parents=jnp.pad(tree.parents, ((0, 0), (0, nodes)))[:, :nodes],
         mask=jnp.broadcast_to(mask, (batch, nodes, nodes)),
     )

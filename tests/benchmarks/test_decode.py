@@ -132,6 +132,19 @@ def test_bytes_of_a_plain_step_count_every_row(model) -> None:
     assert read[1] - read[0] == 4 * (64 + 8 // 2) * 2 * (2 * 2 * 16 * 4)
 
 
+def test_lookup_joins_where_the_tree_says_so(tmp_path: Path) -> None:
+    """Of more nodes than the draft grows, too: the others are lookup's."""
+    file = tmp_path / "rows.json"
+    short = "decode", "--shape=tiny", "--context=65", "--turns=1", "--repetitions=1"
+    trees = "--tree=2,3@4", "--tree=2,3@8~6"
+    bench.main([*short, *trees, "--acceptance=1.8", "--new_tokens=17", f"--json={file}"])
+    alone, joined = json.loads(file.read_text())["rows"]
+    assert (alone["draft"], joined["draft"]) == ("longspec", "longspec+ngram")
+    assert (alone["lookup"], joined["lookup"]) == (None, 6)
+    assert joined["draft_state_bytes"] > alone["draft_state_bytes"]
+    assert joined["acceptance_length"] == pytest.approx(1.8, abs=0.2)
+
+
 def test_rounds_on_a_mesh(tmp_path: Path) -> None:
     """Of random drafts with their own weights, spread like the target's, and of quantised ones."""
     short = "decode", "--shape=tiny", "--context=65", "--batch=2", "--tree=2,3@4", "--turns=1"
