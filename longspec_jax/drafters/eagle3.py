@@ -460,8 +460,6 @@ class Eagle3Options(FeatureOptions):
     working: int | None = None
     """Tokens that it reads of all of a text, sinks and recent ones included, in place of a window:
     those that the target attends to. A multiple of 32."""
-    refresh: int | None = None
-    """Rounds from one choice of them to the next; 4 if absent. 0 reads sinks and recent ones."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -470,7 +468,7 @@ class Eagle3Options(FeatureOptions):
                 f"working={self.working} and window={self.window} exclude each other: either a "
                 "part of all tokens is read, or only the last ones are kept; leave one out"
             )
-        if self.working is not None or self.refresh is not None:
+        if self.working is not None:
             _ = self.cache_options  # Raises for what they cannot be.
         if self.rope_theta is not None and self.rope_theta < 1:
             raise ValueError(f"rope_theta={self.rope_theta:g} must be at least 1")
@@ -478,9 +476,9 @@ class Eagle3Options(FeatureOptions):
     @property
     def cache_options(self) -> WorkingCacheOptions:
         """The options of a working cache."""
-        if self.working is None:
-            return WorkingCacheOptions(refresh=self.refresh)
-        return WorkingCacheOptions(working=self.working, sinks=self.sinks, refresh=self.refresh)
+        return WorkingCacheOptions(
+            working=self.working, sinks=None if self.working is None else self.sinks
+        )
 
 
 @dataclass(frozen=True, eq=False)

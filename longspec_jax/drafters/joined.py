@@ -187,6 +187,7 @@ class JoinedDraft(Draft):
 
         few, some, many = FEWEST
         small = joined("gpu", some)
+        fewest = min(small, key=lambda tree: tree.num_nodes)
         if not joins:
             large, together = joined("large", many), joined("together", many)
             return DefaultTrees(joined("cpu", few), small, large, first.settled, together)
@@ -197,7 +198,7 @@ class JoinedDraft(Draft):
             (*joined("cpu", few), on_cpu),
             (*small, on_gpu),
             # The first shows in every round what lookup alone would emit.
-            tuple(dict.fromkeys((*joined("large", many), small[0], on_gpu))),
+            tuple(dict.fromkeys((*joined("large", many), fewest, on_gpu))),
             settled=False,
             together=(*joined("together", many), on_gpu) if first.together else (),
         )

@@ -554,7 +554,7 @@ class LongSpecDraft(Draft):
         fewer = (replace(DEFAULT_TREE, budget=nodes) for nodes in (32, 16))
         return DefaultTrees(
             small,
-            (TreeConfig((4, 4, 4)), DEFAULT_TREE),
+            (TreeConfig((4, 8, 8, 8, 8), 32), TreeConfig((4, 4, 4))),
             (DEFAULT_TREE,),
             together=(DEFAULT_TREE, *fewer),
         )

@@ -314,7 +314,6 @@ def test_the_layers_can_be_named(tmp_path: Path) -> None:
         (dict(rope_theta=0.5), "rope_theta=0.5 must be at least 1"),
         (dict(working=1024, window=64), "working=1024 and window=64 exclude each other"),
         (dict(working=100), "working=100 must be a multiple of 32"),
-        (dict(refresh=2), "refresh=2 is about a working cache"),
     ],
 )
 def test_options_that_cannot_be(options: dict[str, Any], words: str) -> None:

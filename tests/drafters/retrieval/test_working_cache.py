@@ -31,13 +31,13 @@ ONE_LAYER = tiny_target_config(num_layers=1)
 SLOTS, CHUNK = 256, 8
 
 
-def working(target: Any = ONE_LAYER, slots: int = 32, refresh: int = 2) -> WorkingCache:
-    """32 of the slots, in chunks of 8, chosen every other round: one of sinks and one recent."""
-    recent = max(CHUNK, slots // 64 * CHUNK) if refresh else slots - CHUNK
-    return WorkingCache(BlockBudget(slots, CHUNK, recent, CHUNK), refresh, target)
+def working(target: Any = ONE_LAYER, slots: int = 32) -> WorkingCache:
+    """32 of the slots, in chunks of 8: one of sinks, one recent, and two that are chosen."""
+    recent = max(CHUNK, slots // 64 * CHUNK)
+    return WorkingCache(BlockBudget(slots, CHUNK, recent, CHUNK), target)
 
 
-def slots_read(cache: WorkingCache, choice: CachedSelection | None, length: Any) -> list[list[int]]:
+def slots_read(cache: WorkingCache, choice: CachedSelection, length: Any) -> list[list[int]]:
     """The slots of every row's working cache, found by reading their own numbers."""
     prefix = _read(cache, choice, jnp.asarray(length, jnp.int32))
     np.testing.assert_array_equal(prefix.keys, -prefix.values)
@@ -89,23 +89,8 @@ def test_what_the_target_attends_to_is_read_until_the_next_choice() -> None:
             assert len(read[row]) == min(24 + start - last, start) + committed
 
 
-def test_rows_choose_when_it_is_their_time() -> None:
-    """Every other round, and early where so much was committed that there is no more room."""
-    cache = working(refresh=3)
-    first = attending(cache, [150, 150], [60, 60])
-    second = looking(cache, first, [155, 155], [100, 100])
-    np.testing.assert_array_equal(second.blocks, first.blocks)
-    third = looking(cache, second, [160, 190], [100, 100])  # More than TOKENS_A_ROUND a round.
-    np.testing.assert_array_equal(third.blocks[0], first.blocks[0])
-    assert 100 // CHUNK in np.asarray(third.blocks[1]) and int(third.length[1]) == 190
-    fourth = looking(cache, third, [165, 195], [100, 20])
-    assert 100 // CHUNK in np.asarray(fourth.blocks[0]), "the third round behind the choice"
-    np.testing.assert_array_equal(fourth.blocks[1], third.blocks[1])
-    np.testing.assert_array_equal(fourth.length, [165, 190])
-
-
-def test_rows_may_choose_in_every_round() -> None:
-    cache = working(refresh=1)
+def test_rows_choose_in_every_round() -> None:
+    cache = working()
     first = attending(cache, [150, 150], [60, 60])
     second = looking(cache, first, [155, 152], [100, 20])
     for row, slot in enumerate((100, 20)):
@@ -113,24 +98,13 @@ def test_rows_may_choose_in_every_round() -> None:
     np.testing.assert_array_equal(second.length, [155, 152])
 
 
-@pytest.mark.parametrize("refresh", [0, 2])
-def test_without_a_choice_sinks_and_the_last_chunks_are_read(refresh: int) -> None:
-    """StreamingLLM; and a row that has not come to choose yet, of which more is read."""
-    cache = working(refresh=refresh)
+def test_a_row_that_has_not_chosen_yet_reads_sinks_and_the_last_chunks() -> None:
+    cache = working()
     length = np.array([201, 32, 5, 0])
     read = slots_read(cache, cache.begin(4), length)
-    if refresh == 0:
-        assert [sorted(row) for row in read] == [
-            [*range(8), *range(184, 201)],
-            [*range(32)],
-            [*range(5)],
-            [],
-        ]
-    else:
-        assert all(row == sorted({*row}) for row in read)
-        assert set(read[0]) >= {*range(8), *range(184, 201)} and read[1:] == [
-            [*range(end)] for end in length[1:]
-        ]
+    assert all(row == sorted({*row}) for row in read)
+    assert set(read[0]) >= {*range(8), *range(184, 201)}
+    assert read[1:] == [[*range(end)] for end in length[1:]]
 
 
 def test_a_choice_is_of_one_size_whatever_the_capacity() -> None:
@@ -159,11 +133,11 @@ LONG = replace(
 """Two of whose prompts are far longer than what is read."""
 TREE = TreeConfig((3, 2), budget=5)
 CHAIN = TreeConfig((1, 1, 1))
-CHOSEN, SINKS_AND_RECENT = working(lossless.CONFIG), working(lossless.CONFIG, refresh=0)
+CHOSEN = working(lossless.CONFIG)
 SMALL = lossless.SMALL
 OF_SMALL = random_target(SMALL, seed=5)
 DRAFTERS: dict[str, tuple[Drafter, Any]] = {
-    "small_lm": (SmallLMDrafter(SMALL, TREE, None, True, SINKS_AND_RECENT), OF_SMALL),
+    "small_lm": (SmallLMDrafter(SMALL, TREE, None, True, CHOSEN), OF_SMALL),
     "longspec": (LongSpecDrafter(lossless.DRAFT, TREE, None, CHOSEN), lossless.LONGSPEC),
     "triforce": (
         PartialVerifier(
@@ -219,12 +193,10 @@ def test_only_the_members_that_propose_look() -> None:
 
 REFUSED = {
     "sinks=32 is about a working cache": dict(sinks=32),
-    "refresh=0 is about a working cache": dict(refresh=0),
     "working=1000 must be a multiple of 32, such as 992": dict(working=1000),
     "sinks=4 must be a multiple of 32, such as 32": dict(working=1024, sinks=4),
-    "working=64 tokens must hold sinks=32, at least 32 recent": dict(working=64),
+    "working=64 tokens must hold sinks=32, 32 recent": dict(working=64),
     "working=128 tokens must hold sinks=96": dict(working=128, sinks=96),
-    "working=32 tokens must hold sinks=32": dict(working=32, refresh=0),
 }
 
 
@@ -239,5 +211,5 @@ def test_what_cannot_be_read_is_refused(message: str) -> None:
 def test_the_papers_setting_is_one_option() -> None:
     cache = SmallLMOptions(working=1024).working_cache(ONE_LAYER)
     assert cache is not None and (cache.budget.block, cache.budget.blocks) == (32, 32)
-    assert (cache.refresh, cache.budget.sinks, cache.budget.recent) == (4, 32, 128)
+    assert (cache.budget.sinks, cache.budget.recent) == (32, 128)
     assert SmallLMOptions().working_cache(ONE_LAYER) is None
