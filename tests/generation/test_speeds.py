@@ -30,7 +30,7 @@ from tests.infer.toys import bound_draft, toy_spec
 from tests.lookup import LookupDrafter
 
 PAIR, FORK, CHAIN = TreeConfig((1, 1)), TreeConfig((2, 2)), TreeConfig((1, 1, 1))
-WIDE = TreeConfig((4, 4, 4))
+WIDE, HALF = TreeConfig((4, 4, 4)), TreeConfig((4, 8, 8, 8, 8), 32)
 FEWER = TreeConfig((2, 2), 4)
 PROMPT = "ab cd gh é"
 OPTIONS: dict[str, Any] = dict(max_new_tokens=40, temperature=1.0, seed=3, eos_token_id=[])
@@ -379,10 +379,10 @@ def test_machines_have_their_default_tree(monkeypatch) -> None:
     assert candidates.likely_trees(looks_up, small, make_mesh()) == (CHAIN,)
     monkeypatch.setattr("jax.default_backend", lambda: "gpu")
     small, large = map(is_large, arrays)
-    assert candidates.likely_trees(defaults, small, None) == (WIDE, DEFAULT_TREE, PLAIN)
+    assert candidates.likely_trees(defaults, small, None) == (HALF, WIDE, PLAIN)
     assert candidates.likely_trees(defaults, large, None) == (DEFAULT_TREE,)
     assert candidates.likely_trees(defaults, large, None, rows=3) == (DEFAULT_TREE,)
-    assert candidates.likely_trees(defaults, small, None, rows=4) == (WIDE, DEFAULT_TREE, PLAIN)
+    assert candidates.likely_trees(defaults, small, None, rows=4) == (HALF, WIDE, PLAIN)
     together = candidates.likely_trees(defaults, large, None, rows=4)
     assert [tree.num_nodes for tree in together] == [64, 32, 16, 1]
     assert {tree.widths for tree in together[:3]} == {DEFAULT_TREE.widths}
