@@ -61,7 +61,7 @@ def quest(config: Any) -> PartialVerifier:
 
 
 def working(config: Any) -> LongSpecDrafter:
-    return LongSpecDrafter(DRAFT, TREES[0], working=WorkingCache(SOME, 2, config))
+    return LongSpecDrafter(DRAFT, TREES[0], working=WorkingCache(SOME, config))
 
 
 @pytest.mark.parametrize("config", in_tiers([UNSCALED, SCALED], SCALED), ids=["unscaled", "scaled"])

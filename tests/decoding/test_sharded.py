@@ -70,7 +70,7 @@ def longspec(attention: str | None) -> Drafter:
 
 def chosen_chunks(attention: str | None) -> Drafter:
     """A draft model, which reads what the target attends to of the last layer's cache."""
-    working = WorkingCache(BlockBudget(32, 8, 8, 8), 2, CONFIG)
+    working = WorkingCache(BlockBudget(32, 8, 8, 8), CONFIG)
     return LongSpecDrafter(DRAFT, TreeConfig((2,)), attention, working)
 
 

@@ -58,9 +58,9 @@ def test_no_token_changes() -> None:
 
 
 def test_a_working_cache_changes_no_token() -> None:
-    """Nor, where it holds all tokens, a round; they are chosen again in every second one."""
+    """Nor, where it holds all tokens, a round; they are chosen again in every one."""
     draft = random_params(DRAFT, KNOWN)
-    drafter = replace(WHOLE, working=WorkingCache(BlockBudget(64, 8, 8, 8), 2, CONFIG))
+    drafter = replace(WHOLE, working=WorkingCache(BlockBudget(64, 8, 8, 8), CONFIG))
     [state], [all_read] = (TRANSFORMER.same(each, draft, EVERY[:1]) for each in (drafter, WHOLE))
     assert state.rows.draft.choice.length.max() > LENGTHS.max()
     np.testing.assert_array_equal(state.record.histogram, all_read.record.histogram)
@@ -68,7 +68,7 @@ def test_a_working_cache_changes_no_token() -> None:
 
 def test_what_is_read_of_a_working_cache() -> None:
     """Entry i by the choice of token i. The last token has none: a block of only it is empty."""
-    working = WorkingCache(BlockBudget(24, 8, 8, 8), 2, CONFIG)
+    working = WorkingCache(BlockBudget(24, 8, 8, 8), CONFIG)
     drafter = replace(WHOLE, working=working)
     state = drafter.begin(Params(None, None), 3, 61)
     slots = jnp.arange(64.0)[:, None]
