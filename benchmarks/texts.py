@@ -28,6 +28,7 @@ import jax
 from scipy.special import stdtrit
 
 from infer.arguments import Models
+from infer.eval.config import refuse_idle_filters
 from longspec_jax import PLAIN, GenerateResult, LongSpec, TreeConfig, cli
 from longspec_jax.cli import as_options, counted, settled
 from longspec_jax.embedded import demo_drafts, demo_target
@@ -49,11 +50,7 @@ FEWEST = 4
 def main(arguments: argparse.Namespace) -> int:
     """Decode every text with every tree, print, and write the file; 1 if a promise is not kept."""
     arguments = settled(arguments, jax.default_backend() == "cpu")
-    if not any(arguments.temperature) and (arguments.top_k or arguments.top_p < 1):
-        raise ValueError(
-            "--top_k and --top_p have no effect at temperature 0; add --temperature=1, or leave "
-            "them out"
-        )
+    refuse_idle_filters(arguments.temperature, arguments.top_k, arguments.top_p)
     step("loading target and draft")
     spec = load(arguments)
     kinds = kinds_of(spec, arguments.text or (), arguments.files)

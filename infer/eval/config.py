@@ -26,6 +26,15 @@ ANYTHING = That(lambda value: True, "anything")
 """The rule of what the command's parser makes, and what loads models checks."""
 
 
+def refuse_idle_filters(temperatures: Sequence[float], top_k: int, top_p: float) -> None:
+    """Raise ValueError for filters where every temperature is 0."""
+    if not any(temperatures) and (top_k or top_p < 1):
+        raise ValueError(
+            "--top_k and --top_p have no effect at temperature 0; add --temperature=1, or leave "
+            "them out"
+        )
+
+
 @dataclass(frozen=True)
 class EvalConfig:
     """An evaluation.
@@ -102,11 +111,7 @@ class EvalConfig:
             twice = next((value for value in values if values.count(value) > 1), None)
             if twice is not None:
                 raise ValueError(f"--{option}={twice} is given twice; name it once")
-        if not any(self.temperature) and (self.top_k or self.top_p < 1):
-            raise ValueError(
-                "--top_k and --top_p have no effect at temperature 0; add --temperature=1, or "
-                "leave them out"
-            )
+        refuse_idle_filters(self.temperature, self.top_k, self.top_p)
 
     @property
     def tasks(self) -> list[str]:
