@@ -84,3 +84,28 @@ def product(left: Array, right: Array, layout: Any) -> Array:
         return mgpu.FragmentedArray(_registers=registers, _layout=left.layout, _is_signed=None)
 
     return cast(Callable[[Array, Array], Array], multiply)(left, right)
+
+
+def first_of_pairs(numbers: Array) -> Array:
+    """Numbers in which rows 8 to 15 of any 16 repeat rows 0 to 7.
+
+    A thread of a warpgroup has both rows of such a pair. What is computed of them from here on is
+    the same computation twice, so the compiler leaves one out.
+
+    Args:
+      numbers: of 64 rows as Hopper's matmuls have them, or one for each of these rows.
+    """
+    from jax.experimental.mosaic import gpu as mgpu
+
+    rows = plgpu.Layout.WGMMA
+    layout = rows if numbers.ndim == 2 else rows.reduce(1)
+    same = plgpu.ShapeDtypeStruct(numbers.shape, numbers.dtype, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=same)
+    def repeat(_: object, numbers: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        registers = numbers.registers.copy()
+        axis = registers.ndim - 1 - registers.shape[::-1].index(2)
+        registers.swapaxes(0, axis)[1] = registers.swapaxes(0, axis)[0]
+        return mgpu.FragmentedArray(_registers=registers, _layout=numbers.layout, _is_signed=None)
+
+    return cast(Callable[[Array], Array], repeat)(numbers)
