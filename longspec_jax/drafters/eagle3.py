@@ -458,17 +458,18 @@ class Eagle3Options(FeatureOptions):
     rope_theta: float | None = None
     """Its rotary base; as its file says if absent."""
     working: int | None = None
-    """Tokens that it reads of all of a text, sinks and recent ones included, in place of a window:
+    """Tokens that it reads of all of a text, first and recent ones included, in place of a window:
     those that the target attends to. A multiple of 32."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.working is not None and self.window is not None:
-            raise ValueError(
-                f"working={self.working} and window={self.window} exclude each other: either a "
-                "part of all tokens is read, or only the last ones are kept; leave one out"
-            )
         if self.working is not None:
+            for name, value in (("window", self.window), ("sinks", self.sinks)):
+                if value is not None:
+                    raise ValueError(
+                        f"working={self.working} and {name}={value} exclude each other: either a "
+                        "part of all tokens is read, or only some are kept; leave one out"
+                    )
             _ = self.cache_options  # Raises for what they cannot be.
         if self.rope_theta is not None and self.rope_theta < 1:
             raise ValueError(f"rope_theta={self.rope_theta:g} must be at least 1")
@@ -476,9 +477,7 @@ class Eagle3Options(FeatureOptions):
     @property
     def cache_options(self) -> WorkingCacheOptions:
         """The options of a working cache."""
-        return WorkingCacheOptions(
-            working=self.working, sinks=None if self.working is None else self.sinks
-        )
+        return WorkingCacheOptions(working=self.working)
 
 
 @dataclass(frozen=True, eq=False)

@@ -116,26 +116,19 @@ CHUNK = 32
 
 @dataclass(frozen=True, kw_only=True)
 class WorkingCacheOptions:
-    """How much of a cache a draft reads, the same options for every kind that can.
+    """How much of a cache a draft reads, the same option for every kind that can.
 
-    ``working=1024`` is SpecExtend's setting, which keeps a choice for four rounds. An eighth of the
-    tokens are the most recent ones.
+    ``working=1024`` is SpecExtend's setting, which keeps a choice for four rounds. The first chunk
+    of a text is always read, and the most recent eighth.
     """
 
     working: int | None = None
-    """Tokens of the cache that are read, sinks and recent ones included; all if absent. A multiple
+    """Tokens of the cache that are read, first and recent ones included; all if absent. A multiple
     of 32, the tokens that are chosen together."""
-    sinks: int | None = None
-    """First tokens that are always read, a multiple of 32; 32 if absent."""
 
     def __post_init__(self) -> None:
         if self.working is not None:
             self._budget(self.working)
-        elif self.sinks is not None:
-            raise ValueError(
-                f"sinks={self.sinks} is about a working cache, and without one the whole cache is "
-                "read; say working=1024 as well, or leave it out"
-            )
 
     def working_cache(self, target: TargetConfig) -> WorkingCache | None:
         """The working cache of these options; None for the whole cache."""
@@ -148,19 +141,17 @@ class WorkingCacheOptions:
         """Which blocks are read.
 
         Raises:
-          ValueError: if the options contradict each other.
+          ValueError: for a number of tokens that cannot be cut into chunks, or holds too few.
         """
-        sinks = CHUNK if self.sinks is None else self.sinks
-        for name, value in (("working", working), ("sinks", sinks)):
-            if value % CHUNK:
-                raise ValueError(
-                    f"{name}={value} must be a multiple of {CHUNK}, such as "
-                    f"{value - value % CHUNK or CHUNK}"
-                )
-        recent = max(CHUNK, working // 8 // CHUNK * CHUNK)
-        if working < sinks + recent + CHUNK:
+        if working % CHUNK:
             raise ValueError(
-                f"working={working} tokens must hold sinks={sinks}, {recent} recent ones and "
+                f"working={working} must be a multiple of {CHUNK}, such as "
+                f"{working - working % CHUNK or CHUNK}"
+            )
+        recent = max(CHUNK, working // 8 // CHUNK * CHUNK)
+        if working < 2 * CHUNK + recent:
+            raise ValueError(
+                f"working={working} tokens must hold the first {CHUNK}, {recent} recent ones and "
                 f"another {CHUNK} that are chosen; allow more"
             )
-        return BlockBudget(working, sinks, recent, CHUNK)
+        return BlockBudget(working, CHUNK, recent, CHUNK)

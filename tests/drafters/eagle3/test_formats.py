@@ -313,6 +313,7 @@ def test_the_layers_can_be_named(tmp_path: Path) -> None:
         (dict(layers="1;2"), "numbers of layers with commas"),
         (dict(rope_theta=0.5), "rope_theta=0.5 must be at least 1"),
         (dict(working=1024, window=64), "working=1024 and window=64 exclude each other"),
+        (dict(working=1024, sinks=4), "working=1024 and sinks=4 exclude each other"),
         (dict(working=100), "working=100 must be a multiple of 32"),
     ],
 )
