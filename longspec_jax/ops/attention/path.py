@@ -32,14 +32,24 @@ SLOTS = 128
 """Cache slots by which a split grows: one or two steps of the softmax."""
 REFERENCE_NODES = 64
 """Nodes of the tree for which the number of splits fits the machine."""
+FAR = 2**16
+"""Where narrow heads get twice the splits: a step of one query, whose row tile is one of several,
+has a program on half of the multiprocessors or less, and at long contexts its time is that of the
+longest split. Rounds that far took as long with either. Nearer they would not, and wider heads'
+took 3 to 5 % longer (docs/results/path_splits_h200.json)."""
 REACH = 512
 """Positions by which the reach grows; from 64k on by a 64th of the power of two below."""
 
 
 def splits_of(kv_heads: int, groups: int, narrow: bool = False) -> int:
-    """Most splits of a row, by its key/value heads and the query heads of each."""
+    """Most splits before :data:`FAR`, by a row's key/value heads and the query heads of each."""
     rows = REFERENCE_NODES * groups
     return RowTiles(rows, attending_warpgroups(rows, groups, narrow)).most_splits(kv_heads)
+
+
+def splits_double(groups: int, width: int) -> bool:
+    """Whether a row has twice as many from :data:`FAR` on: of narrow heads in whole row tiles."""
+    return width == 64 and groups > 2 and groups % 2 == 0
 
 
 def path_tile(rows: int, width: int, groups: int, parts: int, narrow: bool = False) -> MosaicTile:
@@ -105,9 +115,15 @@ def reach(position: Lengths) -> Lengths:
     return jax.lax.div(past + step - 1, step) * step
 
 
-def split_of(position: Lengths, kv_heads: int, groups: int, narrow: bool = False) -> Lengths:
+def split_of(
+    position: Lengths, kv_heads: int, groups: int, width: int, narrow: bool = False
+) -> Lengths:
     """Slots of a split for a query at this position: whole steps, enough for all positions."""
-    return whole_steps(position, SLOTS, splits_of(kv_heads, groups, narrow))
+    splits = splits_of(kv_heads, groups, narrow)
+    near = whole_steps(position, SLOTS, splits)
+    if not splits_double(groups, width):
+        return near
+    return jnp.where(reach(position) > FAR, whole_steps(position, SLOTS, 2 * splits), near)
 
 
 def whole_steps(position: Lengths, slots: int, splits: int) -> Lengths:

@@ -38,6 +38,7 @@ from longspec_jax.ops.attention.operands import PATH_AXES, Fresh, Prefix
 from longspec_jax.ops.attention.packing import LOG2_E, pack
 from longspec_jax.ops.attention.path import (
     ALIGNED,
+    FAR,
     FETCHED,
     RECENT,
     SEGMENT,
@@ -46,6 +47,7 @@ from longspec_jax.ops.attention.path import (
     path_tile,
     span,
     split_of,
+    splits_double,
     splits_of,
     window_splits,
 )
@@ -109,9 +111,11 @@ def path_attention(
     limit = length[:, None] + depth - RECENT
     limit = jnp.clip(limit, 0, slots) if window is None else jnp.maximum(limit, 0)
     narrow = prefix.keys.dtype == CODES
-    splits = splits_of(kv_heads, groups, narrow)
+    splits, turns = splits_of(kv_heads, groups, narrow), 1
     if window is None:
-        split = split_of(length, kv_heads, groups, narrow)
+        split = split_of(length, kv_heads, groups, width, narrow)
+        turns = 2 if slots > FAR and splits_double(groups, width) else 1
+        splits *= turns
     else:
         size, splits = window_splits(window, SLOTS, splits)
         split = jnp.full_like(length, size)
@@ -128,6 +132,7 @@ def path_attention(
         slots=slots,
         splits=splits,
         scale=factor,
+        turns=turns,
         parts=parts,
         span=None if window is None else span(window),
         cap=cap,

@@ -109,6 +109,8 @@ class Work:
       slots: capacity of the cache.
       splits: most splits of a row.
       scale: factor on the scores, in base 2.
+      turns: groups of splits that follow one another, each of all key/value heads. Where only the
+        first ones are reached, programs have equal shares of these.
       parts: programs that share an item, each with a part of the values' columns. Few rows leave
         multiprocessors idle otherwise, and a column's result does not depend on the others.
       span: slots before its limit that a row sees, in a layer with a window, whose slots are a
@@ -123,6 +125,7 @@ class Work:
     slots: int
     splits: int
     scale: float
+    turns: int = 1
     parts: int = 1
     span: int | None = None
     cap: float | None = None
@@ -135,7 +138,13 @@ class Work:
     @property
     def items(self) -> int:
         """Items of all key/value heads."""
-        return self.batch * self.kv_heads * self.row_tiles.items(self.splits) * self.parts
+        return self.turns * self._items_of_a_turn * self.parts
+
+    @property
+    def _items_of_a_turn(self) -> int:
+        """Items of all key/value heads in a turn's splits, each with all columns."""
+        splits = self.splits // self.turns
+        return self.batch * self.kv_heads * self.row_tiles.items(splits)
 
     @property
     def programs(self) -> int:
@@ -153,10 +162,12 @@ class Work:
         tiles, lighter = self.row_tiles.count, self.row_tiles.lighter
         exists = index < self.items
         index, columns = _divided(index, self.parts)
-        head, index_of_head = _divided(index, self.row_tiles.items(self.splits))
+        turn, index = _divided(index, self._items_of_a_turn)
+        splits = self.splits // self.turns
+        head, index_of_head = _divided(index, self.row_tiles.items(splits))
         pair, index_of_pair = _divided(index_of_head, 2 * tiles - lighter)
         beside, row_tile = _divided(index_of_pair, tiles)
-        split = 2 * pair + beside
+        split = turn * splits + 2 * pair + beside
         batch, kv_head = _divided(head, self.kv_heads)
         batch = jnp.minimum(batch, self.batch - 1)
         own = Bounds(*(bounds[batch, field] for field in range(4)))
@@ -169,7 +180,8 @@ class Work:
         light, second = False, None
         if lighter:
             light = row_tile == tiles - 1
-            beyond = seen._replace(most=jnp.where(light, seen.most, 0))
+            both = jnp.logical_and(light, 2 * pair + 1 < splits)
+            beyond = seen._replace(most=jnp.where(both, seen.most, 0))
             second = self._part(split + 1, beyond)
         return Item(
             batch=batch,

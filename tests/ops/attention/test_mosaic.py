@@ -49,6 +49,7 @@ CASES = [
     Case(1, 4, 1, 128, 300),
     Case(8, 2, 2, 64, 300, batch=2),  # Two warpgroups have a split each.
     Case(40, 2, 1, 64, 150, "float16", batch=2, chain=12),
+    Case(8, 4, 1, 64, 300),  # Of twice the splits.
     Case(1, 4, 1, 256, 300, narrow=False),
     Case(40, 4, 1, 256, 300, batch=2, chain=12, narrow=False),
 ]
@@ -87,12 +88,13 @@ def operands(case: Case, slots: int = 448) -> tuple[Any, ...]:
 
 
 def interpret_path(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
-    """Interpret path attention, by one program that has two splits."""
+    """Interpret path attention, by one program that has two splits, or twice as many."""
     from tests.ops.attention.interpreted import interpret
 
     interpret(monkeypatch, dtype)
     for module in (path, path_kernels):
         monkeypatch.setattr(module, "splits_of", lambda kv_heads, groups, narrow: 2)
+        monkeypatch.setattr(module, "FAR", 128)
     tile = path_kernels.path_tile
     monkeypatch.setattr(
         path_kernels, "path_tile", lambda *a: dataclasses.replace(tile(*a), programs=1)

@@ -26,6 +26,7 @@ HEADS = [
     (28, 4, 128),
     (12, 2, 128),
     (14, 2, 64),
+    (32, 8, 64),
     (16, 4, 256),
     (24, 4, 256),
     (16, 16, 256),
@@ -42,8 +43,9 @@ def test_splits_cover_a_position_and_fit_the_machine(narrow, heads, kv_heads, wi
     shared = RowTiles(rows, 2 if rows > 64 or narrow else 1)
     assert kv_heads * shared.items(count) <= hardware.MULTIPROCESSORS
     assert kv_heads * shared.items(count + 1) > hardware.MULTIPROCESSORS
-    position = jnp.asarray([0, 1, 511, 512, 5000, 32767, 32768, 131071])
-    split = np.asarray(path.split_of(position, kv_heads, groups, narrow))
+    position = jnp.asarray([0, 1, 511, 512, 5000, 32767, 32768, 65535, 65536, 131071])
+    split = np.asarray(path.split_of(position, kv_heads, groups, width, narrow))
+    count = np.where(position < path.FAR, count, count * (1 + ((groups, width) == (4, 64))))
     assert (split % path.SLOTS == 0).all() and (split * count > position).all()
     # No longer than needed by more than the reach and a step of every split.
     beyond = path.REACH * np.maximum(1, np.asarray(position) // 32768 + 1) + path.SLOTS * count
@@ -222,6 +224,8 @@ POSITIONS = [0, 3, 15, 16, 17, 127, 128, 143, 144, 145, 400, 508, 512, 1023, 110
 """On, before and after what bounds recent tokens, steps, splits and reaches."""
 FAR = [2900, 4090, 4096, 4200, 4352]
 """Of which some have more splits than are merged without a loop, where key/value heads are few."""
+DOUBLED = [65500, 65535, 65536, 70000]
+"""Before and after narrow heads have twice the splits."""
 
 
 @pytest.mark.gpu
@@ -233,7 +237,7 @@ def test_a_node_has_the_bits_of_plain_decoding(narrow, heads, kv_heads, width, n
     hopper_or_skip()
     if width not in tiles.mosaic_widths(narrow=narrow):
         pytest.skip("a cache in 8 bits has narrower heads")
-    positions = POSITIONS + FAR * (kv_heads == 2)
+    positions = POSITIONS + FAR * (kv_heads == 2) + DOUBLED * ((kv_heads, width) == (8, 64))
     text = Text.drawn(positions[-1] + 180, heads, kv_heads, width)
     attend = wide = jax.jit(functools.partial(dispatch.path_attention, levels=16))
     if narrow:

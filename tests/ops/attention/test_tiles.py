@@ -42,11 +42,13 @@ def test_the_programs_of_the_hopper_kernel_have_one_item_each() -> None:
         assert row_tiles.items(splits + 1) > tile.programs // kv_heads
 
 
-def items(warpgroups: int, groups: int, slots: int, lengths: list[int]) -> tuple[Work, list[Item]]:
+def items(
+    warpgroups: int, groups: int, slots: int, lengths: list[int], turns: int = 1
+) -> tuple[Work, list[Item]]:
     """All items of three key/value heads, and one number more than there are."""
     tile, batch = MosaicTile(warpgroups, 128, SPLIT, 2), len(lengths)
-    sizes = {"rows": 64 * groups, "slots": slots, "splits": -(-slots // SPLIT)}
-    work = Work(tile, batch=batch, kv_heads=3, scale=1.0, **sizes)
+    sizes = {"rows": 64 * groups, "slots": slots, "splits": turns * -(-slots // SPLIT // turns)}
+    work = Work(tile, batch=batch, kv_heads=3, scale=1.0, turns=turns, **sizes)
     bounds = jnp.asarray([[length, length, SPLIT, 5 - row] for row, length in enumerate(lengths)])
     past, found = jnp.int32(0), []
     for index in range(work.items + 1):
@@ -55,11 +57,17 @@ def items(warpgroups: int, groups: int, slots: int, lengths: list[int]) -> tuple
     return work, found
 
 
+@each_row("turns", [1, 2])
 @each_row("slots", [256, 1000, 1280])
 @each_row(("warpgroups", "groups"), [(1, 1), (2, 1), (2, 2), (2, 3), (2, 5)])
-def test_every_row_attends_to_every_split_once(warpgroups: int, groups: int, slots: int) -> None:
-    work, found = items(warpgroups, groups, slots, [slots, slots + 7])
+def test_every_row_attends_to_every_split_once(
+    warpgroups: int, groups: int, slots: int, turns: int
+) -> None:
+    """In turns: of all heads the first half of the splits before the second."""
+    work, found = items(warpgroups, groups, slots, [slots, slots + 7], turns)
     assert int(found.pop().steps) == 0
+    turn_of = [2 * int(item.first.split) // work.splits for item in found]
+    assert turns == 1 or turn_of == sorted(turn_of)
     seen = collections.Counter()
     for item in found:
         for lane, part in enumerate((item.first, item.second)):
@@ -75,7 +83,7 @@ def test_every_row_attends_to_every_split_once(warpgroups: int, groups: int, slo
             assert int(part.seen) == min(SPLIT, slots - int(part.lower))
             assert int(part.whole) == int(part.seen) // 128
             assert int(part.steps) == -(-int(part.seen) // 128)
-    assert len(seen) == 2 * 3 * groups * work.splits and set(seen.values()) == {1}
+    assert len(seen) == 2 * 3 * groups * -(-slots // SPLIT) and set(seen.values()) == {1}
 
 
 def test_rows_of_their_own_bounds_and_splits() -> None:
