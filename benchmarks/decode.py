@@ -30,6 +30,7 @@ from infer.output import tree_fields
 from infer.wording import command_words
 from longspec_jax import make_mesh
 from longspec_jax.cli import as_options, settled
+from longspec_jax.compilation import keep_programs
 from longspec_jax.config.target import TargetConfig
 from longspec_jax.decoding.cache import cache_bytes
 from longspec_jax.drafters.base import NoDraft
@@ -55,6 +56,7 @@ def main(arguments: argparse.Namespace) -> None:
     """Measure, print, and write the files."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     arguments = settled(arguments, jax.default_backend() == "cpu")
+    keep_programs()
     settings = all_settings(arguments)
     for setting in settings:
         needed = setting.device_bytes // (arguments.mesh or {}).get("tp", 1)
