@@ -21,7 +21,7 @@ from longspec_jax.ops.hardware import WARPGROUP_ROWS
 from longspec_jax.ops.mosaic import ACC, capped, first_of_pairs, load
 
 PAIR = 8
-"""Rows between the two of a thread. Of no more rows than these each thread has one at most."""
+"""Rows between the two of a thread: of so few, or of so few tokens, the second is padding."""
 _State = tuple[Any, Any, Any]
 """Unnormalised output, running maximum and running sum of a warpgroup's rows."""
 
@@ -109,19 +109,19 @@ class Attention(PrefixProgram):
     ) -> tuple[jax.Array, tuple[Any, Any, Any]]:
         """The weights of one block, and the rescaled output, the sum and the maximum after it.
 
-        A step of one query has few rows, and its time is that of these instructions: half of them
-        are left out (:func:`~longspec_jax.ops.mosaic.first_of_pairs`), which changes no bit.
+        The time of a step of few queries is that of these instructions. Half of them are left out
+        (:func:`~longspec_jax.ops.mosaic.first_of_pairs`), which changes no bit.
         Every visited block holds a slot that some row sees. Unless rows are ``bounded`` apart, all
         of them see it, so that their maxima are finite.
         """
         acc, top, total = state
-        alone = self.refs.out.shape[3] <= PAIR
-        if alone:
+        few = self.refs.out.shape[3] if self.tokens is None else self.refs.q.shape[2]
+        if few <= PAIR:
             scores, top, total = map(first_of_pairs, (scores, top, total))
         scale = self.work.scale if self.work.cap is None else 1.0
         new_top = jnp.maximum(top, scores.max(axis=1) * scale)
         shift = jnp.where(new_top == -jnp.inf, 0.0, new_top) if bounded else new_top
-        if alone:  # Of a choice the compiler does not see that it is the same twice.
+        if few <= PAIR:  # Of a choice the compiler does not see that it is the same twice.
             shift = first_of_pairs(shift)
         keep = jnp.exp2(top - shift)
         weights = jnp.exp2(scores * scale - jax.lax.broadcast_in_dim(shift, scores.shape, [0]))

@@ -76,13 +76,18 @@ def interpret(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     monkeypatch.setattr(plgpu, "wgmma", wgmma)
     monkeypatch.setattr(pl, "run_state", run_state)
     monkeypatch.setattr(prefix_attending, "ACC", Accumulator)
-    monkeypatch.setattr(prefix_attending, "first_of_pairs", lambda numbers: numbers)
+    monkeypatch.setattr(prefix_attending, "first_of_pairs", first_of_pairs)
     monkeypatch.setattr(recent_programs, "row_product", jnp.multiply)
     monkeypatch.setattr(recent_programs, "product", lambda left, right, _: left * right)
     monkeypatch.setattr(mosaic, "product", lambda left, right, layout: left * right)
     monkeypatch.setattr(
         widening, "widened", lambda codes, dtype, layout: float8.widened(codes, dtype)
     )
+
+
+def first_of_pairs(numbers: jax.Array) -> jax.Array:
+    """As :func:`longspec_jax.ops.mosaic.first_of_pairs`."""
+    return jnp.repeat(numbers.reshape(4, 2, 8, -1)[:, :1], 2, axis=1).reshape(numbers.shape)
 
 
 def interpret_devices_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -229,7 +229,7 @@ DOUBLED = [65500, 65535, 65536, 70000]
 
 
 @pytest.mark.gpu
-@each_row("nodes", [16, 40, 64, 72])
+@each_row("nodes", [8, 16, 40, 64, 72])
 @each_row(("heads", "kv_heads", "width"), HEADS)
 @each_row("narrow", [False, True])
 def test_a_node_has_the_bits_of_plain_decoding(narrow, heads, kv_heads, width, nodes) -> None:
