@@ -25,8 +25,8 @@ BAD = {
     "--tree: @9 is more nodes than the tree 2,2 has: 5": "decode --tree=2,2@9",
     "--tree: none drafts nothing, and plain decoding is measured with": "decode --tree=none",
     "--tree: +0.7 chooses among the levels below the first": "decode --tree=4+0.7",
-    "--draft_option: sinks=32 is about a working cache": (
-        "decode --shape=tiny --draft=small_lm --draft_option=sinks=32"
+    "--draft_option: working=33 must be a multiple of 32": (
+        "decode --shape=tiny --draft=small_lm --draft_option=working=33"
     ),
     "unknown option --budget": "decode --budget=8",
     "unknown option --contxt; did you mean --context?": "decode --contxt=4096",
