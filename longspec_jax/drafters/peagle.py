@@ -260,7 +260,6 @@ class PEagleOptions(Eagle3Options):
     sinks: int | None = 0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.sinks:
             raise ValueError(
                 f"sinks={self.sinks} would be turned to stand before the window, for which the "
@@ -271,6 +270,7 @@ class PEagleOptions(Eagle3Options):
                 f"working={self.working}: a P-EAGLE draft reads the last tokens or all of them; "
                 "use window=N"
             )
+        super().__post_init__()
 
 
 @dataclass(frozen=True, eq=False)
