@@ -34,7 +34,7 @@ CEILINGS: dict[str, int] = {
     "token lines of infer": 7_894,
     "token lines of train": 5_502,
     "token lines of configs": 327,
-    "token lines of tests": 40_551,
+    "token lines of tests": 40_552,
     "token lines of benchmarks and contrib": 4_505,
     "declarations of an option beyond its first": 21,
     # Of these folders but the tests: density, and types that say nothing.

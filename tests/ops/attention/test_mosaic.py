@@ -125,10 +125,11 @@ def test_interpreted_path_attention(case: Case, monkeypatch: pytest.MonkeyPatch)
 
 
 @MOSAIC
-def test_a_node_of_wide_heads_has_the_bits_of_a_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of both kernels, interpreted: on a GPU all widths are compared (test_path)."""
+@each_row("width", [64, 256])
+def test_a_node_has_the_bits_of_a_plain_step(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of both kernels, interpreted, the narrow heads with twice the splits."""
     interpret_path(monkeypatch, "bfloat16")
-    length, text = 300, Text.drawn(320, 4, 1, 256)
+    length, text = 300, Text.drawn(320, 4, 1, width)
     # Scores are exact: a CPU adds them up in an order that depends on the number of keys.
     text = text._replace(q=jnp.round(2 * text.q) / 2, keys=jnp.round(2 * text.keys) / 2)
     operands, along = text.tree(length, 24, 3, seed=5)
