@@ -238,7 +238,7 @@ def test_a_node_has_the_bits_of_plain_decoding(narrow, heads, kv_heads, width, n
     if width not in tiles.mosaic_widths(narrow=narrow):
         pytest.skip("a cache in 8 bits has narrower heads")
     positions = POSITIONS + FAR * (kv_heads == 2) + DOUBLED * ((kv_heads, width) == (8, 64))
-    text = Text.drawn(positions[-1] + 180, heads, kv_heads, width)
+    text = Text.drawn(-(-(positions[-1] + 180) // 8) * 8, heads, kv_heads, width)
     attend = wide = jax.jit(functools.partial(dispatch.path_attention, levels=16))
     if narrow:
         text = text._replace(keys=rounded(text.keys), values=rounded(text.values))
