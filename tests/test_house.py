@@ -30,11 +30,11 @@ CEILINGS: dict[str, int] = {
     "Python calls of a warm generate": 320,
     "files of a request and 4 steps": 15,
     # Lines that hold a token, comments and docstrings aside.
-    "token lines of longspec_jax": 32_059,
+    "token lines of longspec_jax": 32_076,
     "token lines of infer": 7_894,
     "token lines of train": 5_502,
     "token lines of configs": 327,
-    "token lines of tests": 40_552,
+    "token lines of tests": 40_566,
     "token lines of benchmarks and contrib": 4_505,
     "declarations of an option beyond its first": 21,
     # Of these folders but the tests: density, and types that say nothing.

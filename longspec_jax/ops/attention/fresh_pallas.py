@@ -65,7 +65,9 @@ def tree_attention(
     if not interpret and tile is None:
         require_ampere("the Pallas-Triton tree kernel")
     tile = tile or tree_tile(tokens, heads, kv_heads, width, keys, q.dtype.itemsize)
-    problem = Problem.of(q, kv_heads, scale, slots=0, split=0, interpret=interpret, cap=cap)
+    problem = Problem.of(
+        q, kv_heads, scale, slots=0, splits=0, step=0, interpret=interpret, cap=cap
+    )
     out, lse = attend_to_tree(q, fresh, (), tile, problem, dtype)
     return Partial(out.reshape(q.shape), lse.reshape(batch, tokens, heads))
 

@@ -137,7 +137,14 @@ def _problem(
 ) -> Problem:
     (kv_heads, slots), (scale, cap) = prefix.keys.shape[1:3], scores
     return Problem.of(
-        q, kv_heads, scale, slots=slots, split=tile.split, cap=cap, interpret=interpret
+        q,
+        kv_heads,
+        scale,
+        slots=slots,
+        splits=-(-slots // tile.split),
+        step=tile.slots,
+        cap=cap,
+        interpret=interpret,
     )
 
 

@@ -168,8 +168,9 @@ def slots_of_split(
     split: jax.Array, length: jax.Array, start: jax.Array | None, problem: Problem
 ) -> tuple[jax.Array, jax.Array]:
     """The slots of a split that a row sees from ``start`` to its length: ``lower <= s < upper``."""
-    lower = split * problem.split
-    upper = jnp.minimum(jnp.minimum(length, problem.slots), lower + problem.split)
+    size = problem.split_of(length)
+    lower = split * size
+    upper = jnp.minimum(jnp.minimum(length, problem.slots), lower + size)
     return lower if start is None else jnp.maximum(lower, start), upper
 
 

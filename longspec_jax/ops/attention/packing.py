@@ -47,16 +47,27 @@ class Problem(PackedShape):
     Attributes:
       scale: factor on the scores, in base 2.
       slots: of the cache, if there is one.
-      split: of these, the slots of one split.
+      splits: the most splits of a row.
+      step: slots by which a split grows.
       interpret: whether the kernel runs step by step, on any platform.
       cap: bounds the scores softly, if there is one; natural.
     """
 
     scale: float
     slots: int
-    split: int
+    splits: int
+    step: int
     interpret: bool
     cap: float | None = None
+
+    def split_of(self, length: jax.Array) -> jax.Array:
+        """Slots of a split of a row of this length, in whole steps.
+
+        As few as let all splits share the row, whatever the capacity and the other rows.
+        """
+        shared = self.splits * self.step
+        needed = jax.lax.div(jnp.minimum(length, self.slots) + (shared - 1), shared)
+        return jnp.maximum(needed, 1) * self.step
 
     def scores(self, products: jax.Array) -> jax.Array:
         """Scores in base 2 of products of queries and keys."""
@@ -73,14 +84,15 @@ class Problem(PackedShape):
         scale: float | None,
         *,
         slots: int,
-        split: int,
+        splits: int,
+        step: int,
         interpret: bool,
         cap: float | None = None,
     ) -> "Problem":
         """The problem of these queries; ``scale`` is natural, ``H ** -0.5`` if absent."""
         _, tokens, heads, width = q.shape
         factor = (width**-0.5 if scale is None else scale) * LOG2_E
-        return cls(tokens, heads, kv_heads, factor, slots, split, interpret, cap)
+        return cls(tokens, heads, kv_heads, factor, slots, splits, step, interpret, cap)
 
 
 def pack(q: Queries, kv_heads: int) -> Float[Array, "B K R H"]:

@@ -70,14 +70,14 @@ def split_attention(
     padded = pl.cdiv(packed, WARPGROUP_ROWS) * WARPGROUP_ROWS
     rows = jnp.pad(pack(q, kv_heads), ((0, 0), (0, 0), (0, padded - packed), (0, 0)))
     seen = jnp.minimum(prefix.length.astype(jnp.int32), slots)
-    bounds = Bounds.packed(seen, seen, jnp.full_like(seen, tile.split), prefix.cache_rows)
+    bounds = Bounds.packed(seen, seen, problem.split_of(seen), prefix.cache_rows)
     work = Work(
         tile=tile,
         batch=q.shape[0],
         kv_heads=kv_heads,
         rows=padded,
         slots=slots,
-        splits=pl.cdiv(slots, tile.split),
+        splits=problem.splits,
         scale=problem.scale,
     )
     return launch(work, bounds, None, rows, prefix.keys, prefix.values)

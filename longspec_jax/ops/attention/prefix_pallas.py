@@ -1,9 +1,9 @@
 """Prefix attention on NVIDIA GPUs: FlashDecoding as Pallas kernels for Triton.
 
-The cache is cut into splits of a fixed number of slots. One program attends with a tile of packed
-query rows (the queries of every token and every head that read one key/value head) to one split.
-Programs whose split lies outside ``start <= s < length`` exit at once and write nothing, so time
-follows the rows' lengths and not the capacity.
+A row is cut into splits by its own length, as many as the tile says. One program attends with a
+tile of packed query rows (the queries of every token and every head that read one key/value head)
+to one split. Programs whose split lies outside ``start <= s < length`` exit at once and write
+nothing, so time follows the rows' lengths and not the capacity.
 
 :func:`split_attention` leaves a float32 partial result of every split. :func:`joined_attention`
 is for few query rows, as of a plain step, of which a second launch takes a tenth of the time at 4k:
@@ -55,8 +55,8 @@ def split_attention(
     ``R`` counts the packed rows of :class:`Problem`. The entries of splits that a row does not
     reach are never written: read only those of ``reached_splits``.
     """
-    batch, (kv_heads, slots, width) = q.shape[0], prefix.keys.shape[1:]
-    splits, packed = pl.cdiv(slots, tile.split), problem.packed
+    batch, kv_heads, width = q.shape[0], problem.kv_heads, q.shape[3]
+    splits, packed = problem.splits, problem.packed
     kernel = functools.partial(_split_kernel, tile=tile, problem=problem)
     return triton_call(
         with_row_operands(kernel, prefix),
@@ -134,9 +134,9 @@ def joined_attention(
       rows that see nothing.
     """
     batch, tokens, heads, width = q.shape
-    kv_heads, slots = prefix.keys.shape[1:3]
+    kv_heads = problem.kv_heads
     refuse_unsupported(q, kv_heads)
-    splits, row_tiles = pl.cdiv(slots, tile.split), pl.cdiv(problem.packed, tile.total_rows)
+    splits, row_tiles = problem.splits, pl.cdiv(problem.packed, tile.total_rows)
     operands = [*row_operands(prefix), pack(q, kv_heads), prefix.keys, prefix.values]
     if fresh is not None:
         operands += [fresh.keys, fresh.values, fresh.seen(prefix)]

@@ -63,7 +63,7 @@ def prefix_attention(
         padded=1 << (width - 1).bit_length(),
         slots=slots,
         splits=splits,
-        split_size=tile.split,
+        block=tile.slots,
     )
     out, lse = jax_triton.triton_call(
         length,
@@ -83,7 +83,6 @@ def prefix_attention(
         compute_capability=10 * capability[0] + capability[1],
         scale=(width**-0.5 if scale is None else scale) * math.log2(math.e),
         rows=rows,
-        block=tile.slots,
         precision="ieee" if q.dtype == jnp.float32 else "tf32",
         **sizes,
     )
@@ -146,10 +145,9 @@ def _split_kernel(
     padded: tl.constexpr,
     slots: tl.constexpr,
     splits: tl.constexpr,
-    split_size: tl.constexpr,
+    block: tl.constexpr,
     scale: tl.constexpr,
     rows: tl.constexpr,
-    block: tl.constexpr,
     precision: tl.constexpr,
 ):
     """One row tile of one key/value head against one split; ``scale`` includes log2(e)."""
@@ -158,8 +156,9 @@ def _split_kernel(
     split = tl.program_id(1)
     batch = (tl.program_id(2) // kv_heads).to(tl.int64)
     kv_head = tl.program_id(2) % kv_heads
-    lower = tl.maximum(split * split_size, tl.load(start_ptr + batch))
     length = tl.minimum(tl.load(length_ptr + batch), slots)
+    split_size = tl.maximum(tl.cdiv(length, splits * block), 1) * block
+    lower = tl.maximum(split * split_size, tl.load(start_ptr + batch))
     upper = tl.minimum(length, split * split_size + split_size)
     if lower >= upper:
         return
@@ -215,7 +214,7 @@ def _merge_kernel(
     padded: tl.constexpr,
     slots: tl.constexpr,
     splits: tl.constexpr,
-    split_size: tl.constexpr,
+    block: tl.constexpr,
     rows: tl.constexpr,
 ):
     """Merge the reached splits of some rows of the flattened [T N] axis, in ascending order."""
@@ -227,6 +226,7 @@ def _merge_kernel(
     packed = row // heads * groups + row % groups
     start = tl.load(start_ptr + batch)
     length = tl.minimum(tl.load(length_ptr + batch), slots)
+    split_size = tl.maximum(tl.cdiv(length, splits * block), 1) * block
     h = tl.arange(0, padded)
     mask = valid[:, None] & (h < width)[None, :]
     top = tl.full([rows], float("-inf"), tl.float32)

@@ -64,11 +64,12 @@ def reached_splits(
     length: jax.Array, start: jax.Array | None, problem: Problem
 ) -> tuple[jax.Array, jax.Array]:
     """First and one-past-last split that holds a slot a row sees; empty if it sees none."""
-    split = problem.split
-    last = (jnp.minimum(length, problem.slots) + split - 1) // split
+    split = problem.split_of(length)
+    last = jax.lax.div(jnp.minimum(length, problem.slots) + split - 1, split)
     if start is None:
         return jnp.zeros_like(last), last
-    return jnp.where(start < length, jnp.maximum(start, 0) // split, last), last
+    first = jax.lax.div(jnp.maximum(start, 0), split)
+    return jnp.where(start < length, first, last), last
 
 
 def merge_splits(

@@ -17,8 +17,8 @@ class PrefixTile:
       rows: packed query rows of one program, as power-of-two parts of 16 to 128 that share every
         key and value read; ``(64, 16)`` serves 69 rows with 80 where one power would take 128.
       slots: cache slots per step of the inner loop, likewise a power of two.
-      split: cache slots per program; a multiple of ``slots``. It depends on the capacity, never on
-        the lengths, so a row's order of summation does not depend on its neighbours.
+      split: cache slots per program of a full cache; a multiple of ``slots``. A shorter row has as
+        many, shorter splits (:meth:`~longspec_jax.ops.attention.packing.Problem.split_of`).
       warps: warps per program.
       stages: depth of the software pipeline.
     """

@@ -1,5 +1,6 @@
 """Which prefix kernel serves a call: decided by the machine, the version of jax and the shape."""
 
+import dataclasses
 import functools
 
 import jax
@@ -61,6 +62,22 @@ def test_splits_are_merged_by_one_kernel_or_two(tile: PrefixTile, interpret: boo
         np.testing.assert_allclose(found.lse, lse, rtol=0, atol=1e-5)
     found = kernels.speculative_attention(*x.speculative, prefix_tile=tile, **options)
     assert relative_error(found, oracle.speculative(x)) <= TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize("interpret", COMPILED)
+@pytest.mark.parametrize("tile", [ONE_KERNEL, TWO_KERNELS], ids=["one", "two"])
+def test_a_larger_cache_changes_no_bit(tile: PrefixTile, interpret: bool) -> None:
+    """A row has as many splits in one of four times the slots: its length decides their size."""
+    q, small = inputs(Shape(batch=4, tokens=9, slots=128), "float32", [0, 1, 50, 128]).prefix
+    padding = ((0, 0), (0, 0), (0, 3 * 128), (0, 0))
+    keys, values = (
+        jnp.pad(x, padding, constant_values=jnp.nan) for x in (small.keys, small.values)
+    )
+    large = dataclasses.replace(small, keys=keys, values=values)
+    found = kernels.prefix_attention(q, small, tile=tile, interpret=interpret)
+    tile = dataclasses.replace(tile, split=4 * tile.split)
+    again = kernels.prefix_attention(q, large, tile=tile, interpret=interpret)
+    jax.tree.map(np.testing.assert_array_equal, again, found)
 
 
 @pytest.mark.parametrize("interpret", COMPILED)
