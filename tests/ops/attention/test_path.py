@@ -229,9 +229,9 @@ DOUBLED = [65500, 65535, 65536, 70000]
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), HEADS)
 @each_row("nodes", [8, 16, 40, 64, 72])
-@each_row(("heads", "kv_heads", "width"), HEADS)
-@each_row("narrow", [False, True])
 def test_a_node_has_the_bits_of_plain_decoding(narrow, heads, kv_heads, width, nodes) -> None:
     """With grouped heads those of a cache in 8 bits are the bits of one in 16 bits, too."""
     hopper_or_skip()
@@ -324,8 +324,8 @@ FROM_ITS_FIRST_SLOT = 127, 128, 255, 1022, 1023, 1150, 2044, 2047, 2048
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(16, 8, 256), (64, 8, 64), (32, 32, 128)])
 @each_row("scores", [Scores(1024), Scores(128, SINKS), Scores(None, SINKS, 20.0)])
-@each_row(("heads", "kv_heads", "width"), [(16, 8, 256), (64, 8, 64), (32, 32, 128)])
 def test_bounded_layers_have_the_bits_of_plain_decoding(scores, heads, kv_heads, width) -> None:
     """With windows that leave a whole split to the root and not to the deepest nodes."""
     hopper_or_skip()
