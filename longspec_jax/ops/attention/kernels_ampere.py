@@ -28,7 +28,7 @@ from longspec_jax.ops.attention.operands import (
     Prefix,
     with_sinks,
 )
-from longspec_jax.ops.attention.packing import LOG2_E, MAX_GROUP, pack
+from longspec_jax.ops.attention.packing import LOG2_E, MAX_GROUP, pack, shortest_split
 from longspec_jax.ops.attention.path_ampere import SLOTS, Scores, Splits, attend_in_splits
 from longspec_jax.ops.hardware import MULTIPROCESSORS, WARPGROUP_ROWS, require_mosaic
 from longspec_jax.ops.launchers import launcher
@@ -170,7 +170,7 @@ def _attend(
     # The first tokens of a chunk would leave nothing of a second split, which the merge reads.
     most = 1 if causal else min(_MOST_SPLITS, keys.shape[2] // SLOTS)
     count = max(1, min(most, MULTIPROCESSORS // tiles))
-    split = -(-length // (SLOTS * count)) * SLOTS
+    split = shortest_split(length, count, SLOTS)
     cache_row = jnp.arange(len(q)) if rows is None else rows
     bounds = jnp.stack([cache_row.astype(jnp.int32), length, jnp.maximum(split, 1)], axis=1)
     splits = attend_in_splits(

@@ -65,9 +65,8 @@ class Problem(PackedShape):
 
         As few as let all splits share the row, whatever the capacity and the other rows.
         """
-        shared = self.splits * self.step
-        needed = jax.lax.div(jnp.minimum(length, self.slots) + (shared - 1), shared)
-        return jnp.maximum(needed, 1) * self.step
+        seen = jnp.minimum(length, self.slots)
+        return jnp.maximum(shortest_split(seen, self.splits, self.step), self.step)
 
     def scores(self, products: jax.Array) -> jax.Array:
         """Scores in base 2 of products of queries and keys."""
@@ -93,6 +92,12 @@ class Problem(PackedShape):
         _, tokens, heads, width = q.shape
         factor = (width**-0.5 if scale is None else scale) * LOG2_E
         return cls(tokens, heads, kv_heads, factor, slots, splits, step, interpret, cap)
+
+
+def shortest_split(length: jax.Array, splits: int, step: int) -> jax.Array:
+    """Slots of a split, in whole steps, if so many share a row of this length; 0 for none."""
+    shared = splits * step
+    return jax.lax.div(length + (shared - 1), shared) * step
 
 
 def pack(q: Queries, kv_heads: int) -> Float[Array, "B K R H"]:

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from longspec_jax.axes import Array, Lengths
 from longspec_jax.ops import hardware
 from longspec_jax.ops.attention.float8 import CODES
-from longspec_jax.ops.attention.packing import MAX_GROUP
+from longspec_jax.ops.attention.packing import MAX_GROUP, shortest_split
 from longspec_jax.ops.attention.tiles import MosaicTile, RowTiles, refuse_width
 from longspec_jax.ops.hardware import HOPPER, SHARED_BYTES, WARPGROUP_ROWS
 
@@ -119,17 +119,11 @@ def split_of(
     position: Lengths, kv_heads: int, groups: int, width: int, narrow: bool = False
 ) -> Lengths:
     """Slots of a split for a query at this position: whole steps, enough for all positions."""
-    splits = splits_of(kv_heads, groups, narrow)
-    near = whole_steps(position, SLOTS, splits)
+    end, splits = reach(position), splits_of(kv_heads, groups, narrow)
+    near = shortest_split(end, splits, SLOTS)
     if not splits_double(groups, width):
         return near
-    return jnp.where(reach(position) > FAR, whole_steps(position, SLOTS, 2 * splits), near)
-
-
-def whole_steps(position: Lengths, slots: int, splits: int) -> Lengths:
-    """Slots of a split, in whole steps, if so many splits reach a query at this position."""
-    shared = slots * splits
-    return jax.lax.div(reach(position) + shared - 1, shared) * slots
+    return jnp.where(end > FAR, shortest_split(end, 2 * splits, SLOTS), near)
 
 
 def require_kernel(

@@ -24,8 +24,8 @@ from jaxtyping import Float, Int
 from longspec_jax.axes import Array, CacheSlots, Lengths, Queries, Ref, Sinks
 from longspec_jax.ops import ampere
 from longspec_jax.ops.attention.operands import PATH_AXES, Fresh, Prefix
-from longspec_jax.ops.attention.packing import LOG2_E, MAX_GROUP, pack
-from longspec_jax.ops.attention.path import RECENT, span, whole_steps, window_splits
+from longspec_jax.ops.attention.packing import LOG2_E, MAX_GROUP, pack, shortest_split
+from longspec_jax.ops.attention.path import RECENT, reach, span, window_splits
 from longspec_jax.ops.hardware import MULTIPROCESSORS, WARPGROUP_ROWS
 from longspec_jax.ops.launchers import launcher
 from longspec_jax.ops.mosaic import capped, load, product
@@ -73,7 +73,7 @@ def splits_of(kv_heads: int) -> int:
 
 def split_of(position: Lengths, kv_heads: int) -> Lengths:
     """Slots of a split for a query at this position: whole steps, enough for all positions."""
-    return whole_steps(position, SLOTS, splits_of(kv_heads))
+    return shortest_split(reach(position), splits_of(kv_heads), SLOTS)
 
 
 @partitioned(PATH_AXES)
